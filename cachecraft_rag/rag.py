@@ -79,17 +79,8 @@ class AnswerStream(Iterator[str]):
         If the task is cancelled, CancelledError is raised and the answer ends.
 
         Raises:
-            StopAsyncIteration: the answer has ended, or was closed.
-            BusyError, WaitTimeoutError: by the first piece, if too many requests wait, or this one waited too long.
-            StoreError: by the first piece, if the store is closed.
-            ServerError: a server makes the answer and fails.
             ConfigError: an answer that keeps to a schema can neither go on nor end, a server refuses the request, or
                 vLLM does not support a setting of reuse.
-            ContextLengthError: a server refuses the request because of the model's context.
-            UnsupportedModelError: a layer of the model does something that its survey did not show.
-            ForkError: this process is a fork of the one that made the engine.
-            RuntimeError, MemoryError: the model fails, such as torch without memory. Over vLLM, RuntimeError if the
-                engine is closed, CancelledError if it was closed meanwhile, and vLLM's own exceptions.
         """
         return await anext(self._generation)
 
@@ -102,16 +93,12 @@ class AnswerStream(Iterator[str]):
     def stats(self) -> RequestStats:
         """Statistics so far, computed at each access; complete once the stream has ended.
 
-        `finish` has no value while the answer goes on, and `ttft_s` is 0.0 before the first token. Raises nothing.
+        `finish` has no value while the answer goes on, and `ttft_s` is 0.0 before the first token.
         """
         return replace(self._generation.stats, searched=self._searched)
 
     def close(self) -> None:
-        """Stop generating; the text so far stays. A second call does nothing.
-
-        Raises nothing, except RuntimeError if the answer is to be counted in a new thread and the system has no room
-        for one.
-        """
+        """Stop generating; the text so far stays. A second call does nothing."""
         self._generation.close()
 
     def answer(self) -> Answer:
@@ -120,15 +107,8 @@ class AnswerStream(Iterator[str]):
         After the end or `close` it returns the answer so far, and raises nothing.
 
         Raises:
-            BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
-            StoreError, ServerError: the store is closed, or the server that makes the answer fails.
             ConfigError: an answer that keeps to a schema can neither go on nor end, a server refuses the request, or
                 vLLM does not support a setting of reuse.
-            ContextLengthError: a server refuses the request because of the model's context.
-            UnsupportedModelError: a layer of the model does something that its survey did not show.
-            ForkError: this process is a fork of the one that made the engine.
-            RuntimeError, MemoryError: the model fails, such as torch without memory. Over vLLM, RuntimeError if the
-                engine is closed, CancelledError if it was closed meanwhile, and vLLM's own exceptions.
         """
         for _ in self:
             pass
@@ -180,7 +160,7 @@ class Comparison:
     def as_dict(self) -> dict[str, object]:
         """Return plain values, for JSON: both answers, `is_same`, `agreement` and `speedup`, by these names.
 
-        The answers are "reused" and "full", see `Answer.as_dict`. A speedup that is NaN stays NaN. Raises nothing.
+        The answers are "reused" and "full", see `Answer.as_dict`. A speedup that is NaN stays NaN.
         """
         return {
             "reused": self.reused.as_dict(),
@@ -290,7 +270,6 @@ class AsyncAnswerStream(AsyncIterator[str]):
         """Stop generating; no further piece follows, and a second call does nothing. It does not wait for the model.
 
         If another task waits for the first piece, its iteration ends without one, as soon as the chunks are retrieved.
-        Raises nothing, except RuntimeError if the system has no room for a thread that counts the answer.
         """
         self._closed = True
         if self._begun is not None:
@@ -343,16 +322,6 @@ class CacheCraft(Retriever, Closeable):
             An object that answers questions; close it. If an error is raised, all that was opened is closed.
 
         Raises:
-            ModelNotFoundError: the model or the embedding model cannot be loaded, or a file of the model is damaged.
-            UnsupportedModelError: chunk-caches cannot be reused with this model, or it fails the self-check.
-            IndexStoreError: the index in `store` was made with another embedding model, is damaged or of a newer
-                version, or its folder cannot be used; or the embedding model gives a vector that is not finite.
-            StoreError: the chunk-caches in `store` cannot be opened.
-            ConfigError: an argument has a wrong type, an option is unknown or out of range, a dtype or device is not
-                available, a quality target could not act, the model's chat template or the instruction cannot be used,
-                or a package that an option needs is not installed. Over vLLM also if vLLM is missing or its version is
-                unknown, or for a setting that it decides itself.
-            RuntimeError, MemoryError: there is no memory for a model, such as torch.OutOfMemoryError on a GPU.
             TimeoutError, OSError: over vLLM, if it does not start within ten minutes, or the converted demo model
                 cannot be written; also vLLM's own exceptions.
         """
@@ -392,19 +361,6 @@ class CacheCraft(Retriever, Closeable):
 
         Returns:
             An object that answers questions; close it. If an error is raised, all that was opened is closed.
-
-        Raises:
-            ServerError: nothing answers there, or something else does, or a server of another version or with another
-                model; it asks for a key; or its reply is malformed.
-            ModelNotFoundError: the embedding model cannot be loaded.
-            IndexStoreError: the index in `store` is of another embedding model, damaged or of a newer version, or its
-                folder cannot be used; or the embedding model gives a vector that is not finite.
-            ConfigError: an option is unknown, an argument has a wrong type, is out of range or cannot be used, the URL
-                or a key is invalid, the environment names certificates or a proxy that cannot be used, or the server
-                answers with status 400 (ContextLengthError if its message names a context).
-            TypeError: `store` is no path.
-            OSError: the server's tokenizer cannot be written to a temporary folder.
-            RuntimeError: torch has no memory for the embedding model.
         """
         from cachecraft_rag.client.http import HTTPEngine
 
@@ -433,12 +389,6 @@ class CacheCraft(Retriever, Closeable):
                 variable, and key. Also if an argument has a wrong type, an option is unknown or out of range, a dtype
                 or device is not available, a quality target could not act, the model's chat template or the instruction
                 cannot be used, or vLLM or another package that is needed is not installed.
-            ModelNotFoundError: the model or the embedding model cannot be loaded, or a file of the model is damaged.
-            UnsupportedModelError: chunk-caches cannot be reused with this model, or it fails the self-check.
-            IndexStoreError: the index in the store folder was made with another embedding model, is damaged or of a
-                newer version, or its folder cannot be used; or the embedding model gives a vector that is not finite.
-            StoreError: the chunk-caches in the store folder cannot be opened.
-            RuntimeError, MemoryError: there is no memory for a model, such as torch.OutOfMemoryError on a GPU.
             TimeoutError, OSError: over vLLM, if it does not start within ten minutes, or the converted demo model
                 cannot be written; also vLLM's own exceptions.
         """
@@ -491,20 +441,6 @@ class CacheCraft(Retriever, Closeable):
         Raises:
             DocumentError: there is nothing at the path, or a file of a kind that cannot be indexed, or a document in
                 memory has the id of an indexed file. A single unreadable file is a problem in the report instead.
-            ConfigError: an argument has a wrong type; `documents` in memory are not `Document` objects of valid texts,
-                or their metadata holds something other than texts, numbers, True, False and None; the embedding model
-                reads fewer than 16 tokens; or a server refuses to evict. With `prime` also if the engine's
-                instruction is private (`private_system`), or a server refuses a text.
-            IndexStoreError: the index is closed, was made with another embedding model, or cannot be read or written;
-                or the embedding model gives a vector that is not finite.
-            StoreError, ServerError: chunk-caches of removed documents could not be deleted, or others not be primed.
-            ForkError: this process is a fork of the one that opened the index or the store, or loaded a model.
-            RuntimeError: torch has no memory for the embedding model; with `prime` also if the model fails, and over
-                vLLM if the engine is closed.
-            ContextLengthError, UnsupportedModelError, MemoryError: with `prime`, if the instruction alone is longer
-                than a pass or a server finds a chunk too long; a layer of the model does something that its survey did
-                not show; or there is no memory. Over vLLM also CancelledError if the engine was closed meanwhile, and
-                vLLM's own exceptions.
 
         Exceptions of `progress` pass. Documents that were written, and chunk-caches that were captured before an error,
         stay.
@@ -571,18 +507,6 @@ class CacheCraft(Retriever, Closeable):
             Number of captured chunk-caches; 0 if none was missing, or the index holds no documents. Those that are
             stored already are not captured again.
 
-        Raises:
-            StoreError, ServerError: the store is closed, or the server fails. What was captured before stays.
-            IndexStoreError: the index is closed or damaged.
-            ConfigError: an argument has a wrong type, the engine's instruction is private (`private_system`), or a
-                server refuses a text or cannot use its store.
-            ContextLengthError: the instruction alone is longer than a pass, or a server finds a chunk too long.
-            UnsupportedCallError: `alone` with the model in a server.
-            ForkError: this process is a fork of the one that opened the index or the store, or made the engine.
-            UnsupportedModelError: a layer of the model does something that its survey did not show.
-            RuntimeError, MemoryError: the model fails, such as torch without memory. Over vLLM, RuntimeError if the
-                engine is closed, CancelledError if it was closed meanwhile, and vLLM's own exceptions.
-
         Exceptions of `progress` and `skipped` pass.
         """
         check_callable("progress", progress)
@@ -611,14 +535,8 @@ class CacheCraft(Retriever, Closeable):
             alone: estimate `prime(alone=True)`.
 
         Raises:
-            StoreError: the store is closed, or its folder or catalog cannot be read.
-            ServerError: the server fails.
-            IndexStoreError: the index is closed or damaged.
             ConfigError: `alone` is no bool; or a server refuses a text, cannot use its store, or names a codec that is
                 unknown here.
-            ContextLengthError: the instruction alone is longer than a pass, or a server finds a chunk too long.
-            UnsupportedCallError: `alone` with the model in a server.
-            ForkError: this process is a fork of the one that opened the index or the store.
         """
         from cachecraft_rag.serving.priming import estimate_priming
 
@@ -681,20 +599,6 @@ class CacheCraft(Retriever, Closeable):
                 (also one that a server sent, if it takes too much time or memory). By a piece, if an answer that keeps
                 to the schema can neither go on nor end, a server refuses the request, or vLLM does not support a
                 setting of reuse.
-            ContextLengthError: question, history and answer do not fit the model's context; by a piece, if a server
-                finds that.
-            UnsupportedCallError: this engine does not support tools.
-            IndexStoreError: the index holds no documents yet, is closed or damaged; or the embedding model gives a
-                vector that is not finite.
-            StoreError: the store is closed; by this call or by the first piece.
-            ServerError: by a piece, if the model is in a server that fails.
-            BusyError, WaitTimeoutError: by the first piece, if too many requests wait, or this one waited too long.
-            ForkError: this process is a fork of the one that made the engine or the index, or loaded the embedding
-                model; by this call or by a piece.
-            UnsupportedModelError: by a piece, if a layer of the model does something that its survey did not show.
-            RuntimeError, MemoryError: by a piece, if the model fails, such as torch without memory; RuntimeError by
-                this call, if torch has no memory for the embedding model. Over vLLM, a piece also raises RuntimeError
-                if the engine is closed, CancelledError if it was closed meanwhile, and vLLM's own exceptions.
 
         Exceptions of a filter that is a function pass.
         """
@@ -745,21 +649,6 @@ class CacheCraft(Retriever, Closeable):
         Returns:
             The whole answer: its text ("" if the model ended it at once), its chunks and its statistics.
 
-        Raises:
-            ConfigError: an option, the filter, the question, the history, a tool or a schema cannot be used, the chat
-                template fails at the conversation, or a server refuses the request.
-            ContextLengthError: question, history and answer do not fit the model's context.
-            UnsupportedCallError: this engine does not support tools.
-            IndexStoreError: the index holds no documents yet, is closed or damaged; or the embedding model gives a
-                vector that is not finite.
-            BusyError, WaitTimeoutError: too many requests wait, or this one waited too long.
-            StoreError, ServerError: the store is closed, or the server that makes the answer fails.
-            ForkError: this process is a fork of the one that made the engine or the index, or loaded the embedding
-                model.
-            UnsupportedModelError: a layer of the model does something that its survey did not show.
-            RuntimeError, MemoryError: a model fails, such as torch without memory. Over vLLM, RuntimeError also if the
-                engine is closed, CancelledError if it was closed meanwhile, and vLLM's own exceptions.
-
         Exceptions of a filter that is a function pass.
         """
         return self.stream(question, **options).answer()
@@ -775,21 +664,6 @@ class CacheCraft(Retriever, Closeable):
 
         Returns:
             Both answers, and how they compare.
-
-        Raises:
-            ConfigError: an option, the filter, the question, the history, a tool or a schema cannot be used, the chat
-                template fails at the conversation, or a server refuses the request.
-            ContextLengthError: question, history and answer do not fit the model's context.
-            UnsupportedCallError: this engine does not support tools.
-            IndexStoreError: the index holds no documents yet, is closed or damaged; or the embedding model gives a
-                vector that is not finite.
-            BusyError, WaitTimeoutError: too many requests wait, or one of these waited too long.
-            StoreError, ServerError: the store is closed, or the server that makes the answers fails.
-            ForkError: this process is a fork of the one that made the engine or the index, or loaded the embedding
-                model.
-            UnsupportedModelError: a layer of the model does something that its survey did not show.
-            RuntimeError, MemoryError: a model fails, such as torch without memory. Over vLLM, RuntimeError also if the
-                engine is closed, CancelledError if it was closed meanwhile, and vLLM's own exceptions.
 
         Exceptions of a filter that is a function pass.
         """
@@ -823,23 +697,6 @@ class CacheCraft(Retriever, Closeable):
         Returns:
             The answer as an asynchronous iterator of pieces of text. Its `stats` are None before the first piece.
 
-        Raises:
-            ConfigError: an option, the filter, the question, the history, a tool or a schema cannot be used, the chat
-                template fails at the conversation, or a server refuses the request.
-            ContextLengthError: question, history and answer do not fit the model's context.
-            UnsupportedCallError: this engine does not support tools.
-            IndexStoreError: the index holds no documents yet, is closed or damaged; or the embedding model gives a
-                vector that is not finite.
-            BusyError, WaitTimeoutError: too many requests wait, or this one waited too long.
-            StoreError, ServerError: the store is closed, or the server that makes the answer fails.
-            ForkError: this process is a fork of the one that made the engine or the index, or loaded the embedding
-                model.
-            UnsupportedModelError: a layer of the model does something that its survey did not show.
-            RuntimeError, MemoryError: a model fails, such as torch without memory. Over vLLM, RuntimeError also if the
-                engine is closed, and vLLM's own exceptions.
-            CancelledError: the task is cancelled, which ends the answer; over vLLM also if the engine was closed
-                meanwhile.
-
         Exceptions of a filter that is a function pass.
         """
         return AsyncAnswerStream(partial(self.stream, question, **options))
@@ -852,22 +709,6 @@ class CacheCraft(Retriever, Closeable):
 
         Returns:
             The whole answer: its text ("" if the model ended it at once), its chunks and its statistics.
-
-        Raises:
-            ConfigError: an option, the filter, the question, the history, a tool or a schema cannot be used, the chat
-                template fails at the conversation, or a server refuses the request.
-            ContextLengthError: question, history and answer do not fit the model's context.
-            UnsupportedCallError: this engine does not support tools.
-            IndexStoreError: the index holds no documents yet, is closed or damaged; or the embedding model gives a
-                vector that is not finite.
-            BusyError, WaitTimeoutError: too many requests wait, or this one waited too long.
-            StoreError, ServerError: the store is closed, or the server that makes the answer fails.
-            ForkError: this process is a fork of the one that made the engine or the index, or loaded the embedding
-                model.
-            UnsupportedModelError: a layer of the model does something that its survey did not show.
-            RuntimeError, MemoryError: a model fails, such as torch without memory. Over vLLM, RuntimeError also if the
-                engine is closed, and vLLM's own exceptions.
-            CancelledError: the task is cancelled; over vLLM also if the engine was closed meanwhile.
 
         Exceptions of a filter that is a function pass.
         """

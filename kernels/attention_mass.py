@@ -47,10 +47,9 @@ def attention_mass(
         float32 `[rows, segments]` and float32 `[keys]`; 0 for an empty segment and for a key that no row sees. A row
         that sees no key gets zeros or NaN, and with NaN keys up to it may receive NaN too.
 
-    Raises ValueError for a wrong number of sinks. Other shapes or dtypes that do not fit together raise ValueError with
-    Triton and torch's RuntimeError with torch; the compiled kernels do not check them. With Triton, an absent key
-    beyond the keys raises IndexError, or on a GPU a later RuntimeError. Raises RuntimeError or MemoryError without
-    memory.
+    Other shapes or dtypes that do not fit together raise ValueError with Triton and torch's RuntimeError with torch;
+    the compiled kernels do not check them. With Triton, an absent key beyond the keys raises IndexError, or on a GPU a
+    later RuntimeError.
 
     >>> q, k, rows = torch.zeros(3, 1, 8), torch.zeros(3, 1, 8), torch.arange(3)  # every key in sight weighs the same
     >>> mass, received = attention_mass(q, k, Visibility(rows), torch.tensor([0, 3]), scale=1.0)
@@ -100,10 +99,9 @@ def segment_mass(
         float32 `[rows, segments]`, averaged over heads and without a row's own position; 0 for an empty segment. A row
         that sees no key gets zeros or NaN.
 
-    Raises ValueError for a wrong number of sinks. Other shapes or dtypes that do not fit together raise ValueError with
-    Triton and torch's RuntimeError with torch; the compiled kernels do not check them. With Triton, an absent key
-    beyond the keys raises IndexError, or on a GPU a later RuntimeError. Raises RuntimeError or MemoryError without
-    memory.
+    Other shapes or dtypes that do not fit together raise ValueError with Triton and torch's RuntimeError with torch;
+    the compiled kernels do not check them. With Triton, an absent key beyond the keys raises IndexError, or on a GPU a
+    later RuntimeError.
     """
     if uses_triton(q):
         from cachecraft_rag.kernels.gpu.attention import attend as attend_on_gpu

@@ -69,7 +69,7 @@ def paths_for(shape: ShapeClass) -> list[str]:
     """Return the names of the paths for a class of shapes. The first is the default if none is measured.
 
     "compiled" is among them, as the last one, only where this process uses compiled kernels (`library.kernels`, which
-    are loaded and checked at the first call). The list is a new one. Raises nothing.
+    are loaded and checked at the first call). The list is a new one.
     """
     compiled = ["compiled"] if kernels() is not None else []
     if shape == "front":
@@ -108,7 +108,7 @@ UNMEASURED = AttentionPaths()
 def shape_class(visible: Visibility) -> ShapeClass:
     """Return the class of these rows: "front", "few" or "some", see `AttentionPaths`.
 
-    Rows with a window or with absent keys are never "front". Without rows the class is "few". Raises nothing.
+    Rows with a window or with absent keys are never "front". Without rows the class is "few".
     """
     rows = len(visible.positions)
     sees_all_before = visible.window is None and visible.absent is None
@@ -134,8 +134,7 @@ def attend(
     tensor `[rows, heads, head_dim]` in the dtype of `q`; a row that sees no key gets zeros or NaN. A "causal" path is
     right only for the first rows of a prompt, which is not checked.
 
-    Raises ValueError for a wrong number of sinks, and torch's RuntimeError for other shapes that do not fit together or
-    without memory. The compiled kernels do not check other shapes, and raise MemoryError without memory.
+    The compiled kernels do not check other shapes, and raise MemoryError without memory.
     """
     run = kernels_for(q, k, v) if path.kind == "compiled" else None
     if run is not None and calls.attends(q, k, v):
@@ -195,8 +194,7 @@ def fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float)
 
     `q` and the result are `[kv_heads, group, rows, head_dim]`, keys and values `[keys, kv_heads, head_dim]`. `scale`
     multiplies the scores. The mask `[rows, keys]`, in the dtype of `q`, is added to them; None = every key is visible.
-    A row whose mask is all -inf gets zeros or NaN. Raises torch's RuntimeError for shapes or dtypes that do not fit
-    together, or without memory.
+    A row whose mask is all -inf gets zeros or NaN.
     """
     group = q.shape[1]
     return scaled_dot_product_attention(
@@ -242,8 +240,7 @@ def products(
 ) -> Tensor:
     """Attend in one block by two matrix products around a softmax; shapes as in `fused`, returns float32.
 
-    Without sinks, a row that sees no key of the block gets NaN. Raises ValueError for a wrong number of sinks, torch's
-    RuntimeError for other shapes or without memory.
+    Without sinks, a row that sees no key of the block gets NaN.
 
     Rejected: products in half precision, which round every score.
     """

@@ -30,7 +30,6 @@ def place(merged: Tensor, chunk: Tensor, start: int, *, cos: Tensor, sin: Tensor
     Raises:
         ValueError: the chunk does not lie within the buffer's positions; with Triton also other shapes or strides that
             do not fit together.
-        RuntimeError: torch's own, for other shapes that do not fit together. The compiled kernels do not check them.
     """
     if uses_triton(merged):
         place_all(merged[None], chunk[None], start, cos=cos, sin=sin, layers=[0])
@@ -62,7 +61,6 @@ def place_all(
 
     Raises:
         ValueError, RuntimeError: as in `place`.
-        IndexError: on a CPU, there is no such layer. With Triton the numbers are not checked.
     """
     if uses_triton(merged):
         from cachecraft_rag.kernels.gpu.place import place as place_on_gpu
@@ -82,9 +80,8 @@ def scatter_rows(merged: Tensor, keys: Tensor, values: Tensor, positions: Tensor
         values: `[rows, kv_heads, head_dim]`.
         positions: int64 `[rows]`, without repeats.
 
-    Raises torch's RuntimeError for heads, dtypes or devices that do not fit, and IndexError for another number of rows
-    than positions. On a CPU, a negative position or one beyond the buffer raises IndexError too. On a GPU it is
-    reported later, as a RuntimeError.
+    On a CPU, a negative position or one beyond the buffer raises IndexError too. On a GPU it is reported later, as a
+    RuntimeError.
     """
     merged[0].index_copy_(0, positions, keys)
     merged[1].index_copy_(0, positions, values)

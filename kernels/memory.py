@@ -32,11 +32,6 @@ def empty(
         dtype: dtype of the tensor.
         device: device of the tensor.
         pinned: use page-locked main memory. Copies from it to a GPU are faster and run beside computing.
-
-    Raises:
-        MemoryError: there is not enough memory, or torch cannot allocate such memory at all: page-locked memory, or
-            memory of a GPU, on a machine without a GPU.
-        AssertionError: torch's own, for a CUDA device with a torch that was built without CUDA.
     """
     if pinned or torch.device(device).type != "cpu":
         try:
@@ -56,8 +51,6 @@ def to_host(tensor: Tensor, *, pinned: bool) -> Tensor:
         pinned: make the copy of a tensor on a GPU page-locked where the system allows it. Copying it back then takes a
             ninth of the time (docs/guides/gpu.md). torch rounds the size of such memory up to a power of two, and keeps
             it for later tensors. Without room for that, the copy is an ordinary one.
-
-    Raises torch's RuntimeError if main memory is short.
     """
     if tensor.device.type != "cuda" or not pinned:
         return tensor.cpu()
@@ -92,8 +85,7 @@ class Recycler:
 
         The memory of an earlier tensor is unused once that tensor and all its views are gone. If it is in use or does
         not fit the size, new memory is allocated and kept in its place. On other devices, the tensor is always a new
-        one, and nothing is kept. Any thread may call this method. Raises MemoryError without memory, also for a GPU on
-        a machine without one, and torch's AssertionError for a CUDA device with a torch that was built without CUDA.
+        one, and nothing is kept. Any thread may call this method.
         """
         if torch.device(device).type != "cpu":
             return empty(shape, dtype, device)

@@ -66,8 +66,6 @@ def add_rotated(out: Tensor, vector: Tensor, cos: Tensor, sin: Tensor) -> None:
         vector: `[heads, head_dim]`, raw.
         cos, sin: `[tokens, rotary_dim]`, the rows of the tokens' positions.
 
-    Raises torch's RuntimeError if shapes do not fit together.
-
     >>> out, turn = torch.zeros(1, 1, 2), torch.tensor([[1.0, 1.0]])  # 90 degrees
     >>> add_rotated(out, torch.tensor([[1.0, 0.0]]), 0.0 * turn, turn)
     >>> out.tolist()

@@ -75,8 +75,7 @@ def row_blocks(visible: Visibility, block_rows: int = BLOCK_ROWS) -> tuple[RowBl
 def additive(block: RowBlock, dtype: torch.dtype, *, repeats: int = 1) -> Tensor | None:
     """Return the mask to add to a block's scores, 0 or -inf: `[repeats · rows, keys]`; None if all keys are visible.
 
-    The keys are those of the block's span; the rows of the block are repeated as a whole. Raises torch's RuntimeError
-    without memory.
+    The keys are those of the block's span; the rows of the block are repeated as a whole.
     """
     if block.hidden is None:
         return None
@@ -99,7 +98,7 @@ def masked_scores(
         scale: factor on the scores.
         softcap: see `attention.attention`.
 
-    A hidden key has the score -inf. Raises torch's RuntimeError for shapes that do not fit together, or without memory.
+    A hidden key has the score -inf.
 
     A matrix product in bf16 would round them to 8 bits, and a weight grows with the exponential of its score.
     """
@@ -133,8 +132,6 @@ def softmax_with_sinks(scores: Tensor, group: int, sinks: Tensor | None) -> Tens
     Returns:
         float32 `[kv_heads, group · rows, keys]`. Without sinks, a row that sees no key of the block gets NaN.
 
-    Raises ValueError for a wrong number of sinks, torch's RuntimeError without memory.
-
     >>> softmax_with_sinks(torch.zeros(1, 1, 1), 1, torch.zeros(1)).tolist()
     [[[0.5]]]
     """
@@ -148,9 +145,6 @@ def softmax_with_sinks(scores: Tensor, group: int, sinks: Tensor | None) -> Tens
 
 
 def grouped(q: Tensor, kv_heads: int) -> Tensor:
-    """View `[rows, heads, head_dim]` as `[kv_heads, group, rows, head_dim]`.
-
-    Raises torch's RuntimeError if heads is not a multiple of kv_heads.
-    """
+    """View `[rows, heads, head_dim]` as `[kv_heads, group, rows, head_dim]`."""
     rows, heads, head_dim = q.shape
     return q.view(rows, kv_heads, heads // kv_heads, head_dim).permute(1, 2, 0, 3)

@@ -276,13 +276,6 @@ def main() -> None:
 
     The package's log messages, from WARNING on or with --verbose from INFO on, then go to stderr only: the handlers of
     its logger are replaced.
-
-    Raises:
-        SystemExit: at every end but the next one, with the exit code: 0 done; 1 a check found something wrong; 2 an
-            error of this package, a wrong argument, or output that cannot be written (a full disk), with a message on
-            stderr; 130 Ctrl-C, and 129 or 143 for SIGHUP or SIGTERM during `eval` and `calibrate`, also with a message
-            on stderr.
-        OSError: a file cannot be read or written. It passes with a traceback, as other errors than CacheCraftError do.
     """
     try:
         app()

@@ -97,14 +97,6 @@ def load(settings: Settings, *, server: str | None = None, **chosen: object) -> 
         ConfigError: a setting or an option is wrong, the model's chat template or the instruction cannot be used, or a
             server cannot be given this option, has an invalid address or refuses the request (ContextLengthError if its
             message names a context).
-        ModelNotFoundError: the model or the embedding model cannot be loaded.
-        IndexStoreError: the index in the store is of another embedding model, damaged or of a newer version, or its
-            folder cannot be used; or the embedding model gives a vector that is not finite.
-        UnsupportedModelError, StoreError: without a server, if the model cannot be served or its store not be opened.
-        ServerError: with a server, if it does not answer, is of another kind or version, asks for a key, or sends a
-            malformed reply.
-        OSError: with a server, if its tokenizer cannot be written to a temporary folder.
-        RuntimeError, MemoryError: there is no memory for a model.
     """
     if server is not None:
         check_names(chosen, ("system",), what="option over a server")
@@ -208,12 +200,8 @@ def index_into(settings: Settings, folder: Path, *, follow_links: bool) -> Index
     (`problems`). Chunk-caches of removed chunks (`removed_chunk_ids`) stay: the caller removes them.
 
     Raises:
-        ModelNotFoundError: the embedding model cannot be loaded. A missing answering model raises nothing.
-        IndexStoreError: the index was made with another embedding model, or cannot be read or written; or the embedding
-            model gives a vector that is not finite.
         DocumentError: there is nothing at the path, or a file of a kind that cannot be indexed.
         ConfigError: the embedding model's limit leaves no room for text (fewer than 16 tokens).
-        RuntimeError: torch has no memory for the embedding model.
     """
     with waiting("Loading the embedding model"):
         from cachecraft_rag.model.decoder import chunk_bound_of
@@ -259,15 +247,8 @@ def prime_all(rag: CacheCraft, *, alone: bool = False) -> Primed:
         alone: capture each chunk after a fixed passage instead of its neighbours.
 
     Raises:
-        StoreError, ServerError: the store cannot be used, or the server fails. What was captured before stays.
-        IndexStoreError: the index is closed or damaged.
         ConfigError: the instruction is private, or a server refuses a text, cannot use its store, or names a codec that
             is unknown here.
-        ContextLengthError: the instruction alone is longer than a pass, or a server finds a chunk too long.
-        UnsupportedCallError: `alone` with the model in a server.
-        UnsupportedModelError: a layer of the model does something that its survey did not show.
-        ForkError: this process is a fork of the one that opened the index, the store or the engine.
-        RuntimeError, MemoryError: the model fails, such as torch without memory.
     """
     estimate = rag.estimate_priming(alone=alone)
     skipped: list[str] = []
@@ -296,8 +277,7 @@ def print_estimate(estimate: PrimingEstimate, codec: str) -> None:
 def opened_caches(store: Path) -> Iterator[ChunkCacheStore | None]:
     """Open the chunk-caches of a store folder for the block; they are closed after it.
 
-    The block gets None if the folder has no chunk-caches yet, and nothing is made. Raises StoreError if they cannot be
-    opened. Errors of the block pass.
+    The block gets None if the folder has no chunk-caches yet, and nothing is made. Errors of the block pass.
     """
     from cachecraft_rag.store import ChunkCacheStore
     from cachecraft_rag.store.config import CACHE_FOLDER
@@ -368,15 +348,6 @@ class AskingOptions:
                 found before a model is loaded. Also if the model's chat template or the instruction cannot be used, or
                 a server has an invalid address or refuses the request (ContextLengthError if its message names a
                 context).
-            IndexStoreError: the store has no index, a damaged one, one of a newer version or of another embedding
-                model; or the embedding model gives a vector that is not finite.
-            ModelNotFoundError: the model or the embedding model cannot be loaded.
-            UnsupportedModelError, StoreError: without a server, if the model cannot be served or its store not be
-                opened.
-            ServerError: with a server, if it does not answer, is of another kind or version, asks for a key, or sends a
-                malformed reply.
-            OSError: with a server, if its tokenizer cannot be written to a temporary folder.
-            RuntimeError, MemoryError: there is no memory for a model.
 
         Errors of the block pass.
         """

@@ -112,10 +112,6 @@ class Conversation:
         become turns of the conversation. ContextLengthError, ConfigError, ServerError, BusyError and WaitTimeoutError
         of a question are printed, and the conversation goes on without it. Ctrl-C ends only the answer; its text so far
         stays in the conversation.
-
-        Raises StoreError if the store is closed, IndexStoreError if the index is empty, closed or damaged,
-        UnsupportedModelError if a layer of the model does something that its survey did not show, ForkError in a fork,
-        and RuntimeError or MemoryError if a model fails, such as torch without memory.
         """
         if typed == "/new":
             self._history.clear()

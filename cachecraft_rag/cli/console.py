@@ -44,8 +44,7 @@ def as_json(value: object) -> str:
     """Return one line of JSON that is safe to print: non-ASCII letters as they are, control characters escaped.
 
     Values of other types become their `str`. NaN and infinities become null, because JSON has no such numbers. Keys
-    that are numbers, bools or None become texts. Raises TypeError for any other key that is no text, ValueError for a
-    value that holds itself, and RecursionError for one that is nested too deeply.
+    that are numbers, bools or None become texts.
     """
     text = json.dumps(value, ensure_ascii=False, default=str)
     if "NaN" in text or "Infinity" in text:

@@ -313,11 +313,7 @@ def print_table(
 
 
 def print_json(value: object) -> None:
-    """Print a value to stdout as one line of JSON; NaN and infinities become null, other types their `str`.
-
-    Raises TypeError for a key that is no text, number, bool or None, ValueError for a value that holds itself, and
-    RecursionError for one that is nested too deeply.
-    """
+    """Print a value to stdout as one line of JSON; NaN and infinities become null, other types their `str`."""
     typer.echo(as_json(value))
 
 

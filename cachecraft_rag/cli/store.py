@@ -52,9 +52,7 @@ def opened(
         remote: a remote to open it with; None: no remote.
         settings: fields of `StoreConfig` by name; the store's limits among them are changed for all processes.
 
-    Raises StoreError if the folder holds no store, or one that cannot be opened; ConfigError for a wrong setting, for
-    keys of the remote that cannot be used, and for a package that the codec or the remote needs and that is not
-    installed. Errors of the block pass.
+    Errors of the block pass.
     """
     from cachecraft_rag.store import CATALOG_FILE, ChunkCacheStore
     from cachecraft_rag.store.config import CACHE_FOLDER

@@ -45,9 +45,8 @@ def extend(stack: Stack, buffer: KVBuffer, tokens: Sequence[int], position: int)
     Returns:
         Their hidden states `[streams, tokens, hidden]` after the last layer, before the model's final norm.
 
-    Raises what the model or a kernel raises, such as torch's RuntimeError without tokens, and RuntimeError or
-    MemoryError without memory. On a CPU, raises IndexError for a token id that the model does not have, and for a
-    position beyond the buffer. On a GPU torch reports both later, as a RuntimeError.
+    On a CPU, raises IndexError for a token id that the model does not have, and for a position beyond the buffer. On a
+    GPU torch reports both later, as a RuntimeError.
     """
     positions = np.arange(position, position + len(tokens))
     return _compute(stack, [_row_pass(stack, buffer, tokens, positions)])
@@ -63,10 +62,7 @@ def extend_all(stack: Stack, steps: Sequence[DecodeStep]) -> Tensor:
     Returns:
         Hidden states `[streams, steps, hidden]` of the steps' tokens after the last layer, in the order of `steps`.
 
-    Raises IndexError for no steps, and on a CPU for a token id that the model does not have and for a position beyond
-    the buffer; on a GPU torch reports these two later, as a RuntimeError. Raises AssertionError for a step whose
-    `refresh` began another step that was not computed. Also raises what the model or a kernel raises, such as
-    MemoryError or torch's RuntimeError without memory.
+    Also raises what the model or a kernel raises, such as MemoryError or torch's RuntimeError without memory.
     """
     passes = [_step_pass(stack, step) for step in steps]
     hidden = _compute(stack, passes)

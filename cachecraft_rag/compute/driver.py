@@ -63,10 +63,6 @@ def run(
         stack: the model's layers.
         steps: the generator of steps; it is closed in the end, also after an error.
         turn: makes the context in which a `Forward` or a `Call` is run.
-
-    Raises what the generator, a called function, the model or the work of a `Future` raises, such as torch's
-    RuntimeError without memory or CancelledError. Raises AssertionError for a `DecodeStep` and for `Until`: only
-    `serving.step_loop` runs these.
     """
     outcome: object = None
     try:
@@ -96,10 +92,7 @@ def prefill(stack: Stack, job: PrefillJob) -> PrefillResult:
 
     The result holds a new buffer with the keys and values of the prompt, to decode in.
 
-    Raises what the model or a kernel raises, such as IndexError for a token id that the model does not have (on a GPU
-    torch reports it later, as a RuntimeError), MemoryError or torch's RuntimeError without memory, and what the job's
-    `ProbeRequest.choose` raises. With several ranks, raises AnotherRankFailedError and RanksApartError, see
-    `stack.Ranks`.
+    With several ranks, raises AnotherRankFailedError and RanksApartError, see `stack.Ranks`.
     """
     return run(stack, prefill_steps(stack, job))
 
@@ -107,8 +100,7 @@ def prefill(stack: Stack, job: PrefillJob) -> PrefillResult:
 def prefill_steps(stack: Stack, job: PrefillJob) -> Work[PrefillResult]:
     """Return the generator of the steps of a job that has nothing to load, see `OverlappedPrefill.steps`.
 
-    The buffer for its keys and values is made at once; nothing is computed before the first step is taken. Raises
-    MemoryError without room for the buffer, and torch's RuntimeError without room for the rotary tables.
+    The buffer for its keys and values is made at once; nothing is computed before the first step is taken.
     """
     no_loads = PendingLoads.of_nothing(stack.layout.layers)
     speed = ComputeSpeed(stack.keys_per_row)

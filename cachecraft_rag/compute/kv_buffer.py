@@ -62,9 +62,8 @@ class KVBuffer:
 
         The chunk itself stays as it is. Only this rank's heads of it are written.
 
-        Raises IndexError for an unknown layer, and ValueError if the chunk reaches beyond the capacity. Other shapes
-        that do not fit raise ValueError with Triton and torch's RuntimeError with torch; the compiled kernels do not
-        check them. Raises torch's RuntimeError without memory for a copy on this device.
+        Other shapes that do not fit raise ValueError with Triton and torch's RuntimeError with torch; the compiled
+        kernels do not check them.
         """
         own_heads = self._on_device(self._ranks.own_heads(chunk))
         cos, sin = self.rotary.of_layer(layer)
@@ -81,7 +80,7 @@ class KVBuffer:
 
         Raises ValueError if the chunk reaches beyond the capacity, and on a CPU IndexError for an unknown layer. Other
         shapes that do not fit raise ValueError with Triton and torch's RuntimeError with torch; the compiled kernels do
-        not check them. Raises torch's RuntimeError without memory for a copy on this device.
+        not check them.
         """
         if self._is_on_this_gpu(resident.kv):
             if layer == 0:

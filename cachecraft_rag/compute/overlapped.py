@@ -140,11 +140,9 @@ class OverlappedPrefill:
         result. It takes tokens from the loads to compute them, places loaded chunk-caches, and records the passes in
         the computing speed. Call this method once for each object.
 
-        Raises, while the generator runs, what the model or a kernel raises, such as IndexError for a token id that the
-        model does not have (on a GPU torch reports it later, as a RuntimeError), and MemoryError or torch's
-        RuntimeError without memory. Also raises what `ProbeRequest.choose` raises; with several ranks
-        AnotherRankFailedError if another rank has given up, and RanksApartError if one does not answer in time.
-        Chunk-caches that fail to load raise nothing: their tokens are computed.
+        Also raises what `ProbeRequest.choose` raises; with several ranks AnotherRankFailedError if another rank has
+        given up, and RanksApartError if one does not answer in time. Chunk-caches that fail to load raise nothing:
+        their tokens are computed.
         """
         first_look = self._strategy.first_look(self._split())
         if first_look.enough != "nothing":

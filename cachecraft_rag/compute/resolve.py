@@ -69,7 +69,7 @@ class Resolved:
     def close(self) -> None:
         """Close the variants of `stored`, which ends their reads; a second call does no harm.
 
-        Tensors that were loaded, and the resident chunk-caches of `job`, stay usable. Raises nothing.
+        Tensors that were loaded, and the resident chunk-caches of `job`, stay usable.
         """
         for variant in self.stored.values():
             variant.close()
@@ -104,12 +104,11 @@ def resolve(
     Returns:
         The plan of the variants that could be opened, with its job. The caller closes it.
 
-    Raises StoreError if the store is closed, and ForkError in a fork of the process that opened it. Raises ValueError
-    for a variant that has another number of values in `inter` than ids in its origin prefix, and for a chunk to fix
-    whose id does not begin with eight hexadecimal digits; the store returns neither. With several ranks, raises
-    AnotherRankFailedError if another rank has given up, and RanksApartError if another rank does not answer in time.
-    Variants that cannot be opened raise nothing: the reason is in the plan, and the store removes those whose bytes are
-    missing or damaged, in the background. If anything is raised, the opened variants are closed.
+    Raises ValueError for a variant that has another number of values in `inter` than ids in its origin prefix, and for
+    a chunk to fix whose id does not begin with eight hexadecimal digits; the store returns neither. With several ranks,
+    raises AnotherRankFailedError if another rank has given up, and RanksApartError if another rank does not answer in
+    time. Variants that cannot be opened raise nothing: the reason is in the plan, and the store removes those whose
+    bytes are missing or damaged, in the background. If anything is raised, the opened variants are closed.
     """
     opened: dict[str, LoadedVariant | StoredVariant] = {}
     lost: dict[str, str] = {}
@@ -229,8 +228,6 @@ def rows_of(plan: Plan, bounds: Sequence[int]) -> Rows:
     Args:
         plan: the plan of a prompt.
         bounds: `[segments + 1]`, segment bounds of the prompt.
-
-    Raises IndexError for a token to compute beyond the end of `bounds`, as when the plan has more segments.
     """
     new: list[int] = []
     recomputed: list[int] = []

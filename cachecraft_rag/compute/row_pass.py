@@ -94,9 +94,6 @@ class RowPass:
             drift: drift correction of the tokens that are not computed.
             absent: int64, positions without keys and values, hidden from every row.
             timer: called with each part.
-
-        Raises IndexError for a token id that the model does not have and for a position beyond the buffer, on a CPU; on
-        a GPU torch reports both later, as a RuntimeError. Raises MemoryError or torch's RuntimeError without memory.
         """
         self._device = stack.device
         self._paths = stack.attention_paths
@@ -163,10 +160,7 @@ class RowPass:
         self._in_flight.add()
 
     def wait(self) -> None:
-        """Block until every launched layer is computed; on a CPU it is already.
-
-        Raises torch's RuntimeError if a kernel on the GPU has failed.
-        """
+        """Block until every launched layer is computed; on a CPU it is already."""
         self._in_flight.wait()
 
     def join(self, other: RowPass) -> None:
@@ -175,9 +169,6 @@ class RowPass:
         Replaces `positions`, `where` and `hidden`. The recorder, observer, drift correction and absent positions of
         this pass stay in use, and those of `other` are dropped; `other` must not run any more. Chunks that are whole
         only now are captured from the next layer on, which leaves them incomplete unless earlier layers were recorded.
-
-        Raises AssertionError unless both have reached the same layer, and MemoryError or torch's RuntimeError without
-        memory, such as for new captures.
         """
         assert other.layer == self.layer, "only passes at the same layer can join"
         positions = np.concatenate((self.positions, other.positions))
@@ -188,8 +179,7 @@ class RowPass:
     def keep(self, chosen: NDArray[np.bool_]) -> None:
         """Keep only the rows for which `chosen`, bool `[rows]`, is True; the others end before the next layer.
 
-        Replaces `positions`, `where` and `hidden`. A chunk that loses a row is not recorded any further. Raises torch's
-        RuntimeError without memory.
+        Replaces `positions`, `where` and `hidden`. A chunk that loses a row is not recorded any further.
         """
         kept = np.flatnonzero(chosen)
         self._set_rows(self.positions[kept])
@@ -204,9 +194,9 @@ class RowPass:
         calls the observer. If the layer ran before, correction and observer are left out, and the rest is done again.
 
         Returns `[rows, heads, head_dim]`. With a drift correction or an observer, raises RuntimeError if an earlier
-        call for this layer failed before these were done: neither can be done twice. Raises IndexError for a layer that
-        does not exist. Also raises what a kernel or the observer raises, such as ValueError for shapes that do not fit,
-        and MemoryError or torch's RuntimeError without memory.
+        call for this layer failed before these were done: neither can be done twice. Also raises what a kernel or the
+        observer raises, such as ValueError for shapes that do not fit, and MemoryError or torch's RuntimeError without
+        memory.
         """
         merged = self._buffer.kv[layer]  # [2, positions, kv_heads, head_dim]
         visible, visible_to_watched = self._visibility(settings.window)
@@ -282,7 +272,6 @@ class RowPass:
 
         The addresses of keys and values are those of position 0 in the request's buffer, the same for all rows. All
         addresses are valid until the rows of this pass change or the pass is dropped. The list is empty without rows.
-        Raises IndexError for a layer that does not exist.
         """
         kv = self._buffer.kv
         item_bytes = kv.element_size()
@@ -333,7 +322,7 @@ def plain_rows(layer_pass: LayerPass, layer: int) -> list[LayerRow]:
     """Return the rows of a pass, or of several joint passes, if all of these passes are `plain`; else an empty list.
 
     They are the results of `RowPass.addresses` for this layer, in the order of the passes. The list is also empty for a
-    `layer_pass` of another class, and without rows. Raises IndexError for a layer that does not exist.
+    `layer_pass` of another class, and without rows.
     """
     passes = [layer_pass] if isinstance(layer_pass, RowPass) else getattr(layer_pass, "passes", [])
     if not all(row_pass.plain for row_pass in passes):
@@ -349,9 +338,9 @@ def advance(stack: Stack, passes: Sequence[RowPass]) -> None:
     each pass gets its output as `hidden` and reaches the next layer. On a GPU, blocks while too many layers of a pass
     are not computed yet.
 
-    Raises IndexError without passes or after the last layer. Raises RuntimeError if the layer failed before and cannot
-    be repeated (`RowPass.attend`). Also raises what the model or a kernel raises, such as MemoryError or torch's
-    RuntimeError without memory. If the layer raises, all passes stay at this layer.
+    Raises RuntimeError if the layer failed before and cannot be repeated (`RowPass.attend`). Also raises what the model
+    or a kernel raises, such as MemoryError or torch's RuntimeError without memory. If the layer raises, all passes stay
+    at this layer.
     """
     layer = passes[0].layer
     if len(passes) == 1:

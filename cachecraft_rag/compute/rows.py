@@ -59,9 +59,6 @@ class Rows:
             new: positions that no chunk-cache contains.
             recomputed: positions that are recomputed although a chunk-cache contains them.
 
-        Raises IndexError for a position beyond the prompt and for empty `bounds`, and ValueError for `bounds` that
-        descend.
-
         >>> rows = Rows.of([0, 2, 5], new=[3, 4], recomputed=[0])
         >>> rows.open().tolist(), rows.segment.tolist()
         ([0, 3, 4], [0, 0, 1, 1, 1])
@@ -74,7 +71,7 @@ class Rows:
     def mark(self, positions: Iterable[int], reason: RowReason) -> Self:
         """Return a copy with this reason at these positions; all other positions keep their reasons.
 
-        `done` stays as it is, also at these positions. Raises IndexError for a position beyond the prompt.
+        `done` stays as it is, also at these positions.
 
         >>> Rows.of([0, 3]).mark([1], RowReason.COMPUTED_INSTEAD).reason.tolist()
         [0, 3, 0]
@@ -86,7 +83,7 @@ class Rows:
     def finish(self, positions: Iterable[int]) -> Self:
         """Return a copy in which these positions are done, besides those that are done already.
 
-        Their reasons stay. Raises IndexError for a position beyond the prompt.
+        Their reasons stay.
         """
         done = self.done.copy()
         done[_indices(positions)] = True
@@ -102,14 +99,14 @@ class Rows:
         return np.flatnonzero(is_row & ~self.done[:below])
 
     def span(self, segment: int) -> slice:
-        """Return the positions of a segment as a slice. Raises IndexError for a segment beyond the last one."""
+        """Return the positions of a segment as a slice."""
         return slice(self.bounds[segment], self.bounds[segment + 1])
 
     def offsets(self, segment: int, *reasons: RowReason) -> NDArray[np.int64]:
         """Return the offsets of a segment's tokens that have one of these reasons, whether they are done or not.
 
         They are int64 `[offsets]`, ascending, and count from the segment's first token. The array is empty if no token
-        has one of the reasons, and without reasons. Raises IndexError for a segment beyond the last one.
+        has one of the reasons, and without reasons.
         """
         return np.flatnonzero(np.isin(self.reason[self.span(segment)], reasons))
 

@@ -57,8 +57,6 @@ def launch_all(stack: Stack) -> None:
     """Launch each kernel that requests with default settings use, in passes over prompts of up to 1,025 tokens.
 
     Does not wait for the GPU's last work, and drops all results. On a CPU the same passes are computed without Triton.
-    Raises what Triton, torch or the model raises, such as MemoryError or torch's RuntimeError without memory; `warm_up`
-    logs that instead.
     """
     for keys in _KEYS:
         for segments in _SEGMENTS:

@@ -80,13 +80,6 @@ class Capturer(Protocol):
             prompt: system segment and chunks, without a question.
             captures: indices of segments, ascending; at least one.
             primed: True if this is priming, and the chunks are captured after their neighbours in the document.
-
-        Raises:
-            IndexError: `captures` is empty; in this process also if it is not ascending, or goes beyond the prompt.
-            UnsupportedModelError: in this process, a layer of the model does something that its survey did not show.
-            RuntimeError: torch has no memory for the pass, or the model fails; over vLLM, the engine is closed.
-            MemoryError: there is no memory for the keys and values.
-            CancelledError: over vLLM, the engine was closed meanwhile; also vLLM's own exceptions.
         """
 
 
@@ -179,25 +172,6 @@ class AnswerEngine(ABC):
         Returns:
             The answer as an iterator of pieces of text; its `text` and `stats` are complete once it has ended. Closing
             it early keeps its captures.
-
-        Raises:
-            ContextLengthError: question, history and answer do not fit the model's context; by a piece, if a server
-                finds that.
-            ConfigError: an argument has a wrong type, the question is empty, the history does not alternate, a tool or
-                a `json_schema` cannot be used, the chat template fails at the conversation (also one that a server
-                sent, if it takes too much time or memory), or an HTTP header cannot hold `session`; by a piece, if an
-                answer that keeps to the schema can neither go on nor end, if a server refuses the request, or if vLLM
-                does not support a setting of reuse.
-            UnsupportedCallError: this engine does not support tools, see `capabilities`.
-            BusyError, WaitTimeoutError: by the first piece, if too many requests wait, or this one waited too long.
-            StoreError: the store of this engine is closed; by this call or by the first piece.
-            ServerError: by a piece, if a server makes the answer and fails.
-            ForkError: this process is a fork of the one that made the engine; by this call or by a piece.
-            UnsupportedModelError: by a piece, if a layer of a model in this process does something that its survey did
-                not show.
-            RuntimeError, MemoryError: by a piece, if the model fails, such as torch without memory. Over vLLM,
-                RuntimeError also if the engine is closed, CancelledError if it was closed meanwhile, and vLLM's own
-                exceptions.
         """
         check_kind(
             "sampling",
@@ -244,26 +218,6 @@ class AnswerEngine(ABC):
 
         Returns:
             The answer as an iterator of pieces of text, as `stream` does.
-
-        Raises:
-            ContextLengthError: prompt, history and answer do not fit the model's context; by a piece, if a server finds
-                that.
-            ConfigError: an argument has a wrong type, the prompt is empty, the history does not alternate, a tool or a
-                `json_schema` cannot be used, the chat template fails at the conversation (also one that a server sent,
-                if it takes too much time or memory), or an HTTP header cannot hold `session`; by a piece, if an answer
-                that keeps to the schema can neither go on nor end, if a server refuses the request, or if vLLM does not
-                support a setting of reuse.
-            UnsupportedCallError: this engine does not support tools, see `capabilities`.
-            BusyError, WaitTimeoutError: by the first piece, if too many requests wait, or this one waited too long.
-            StoreError: the store of this engine is closed; by this call or by the first piece.
-            ServerError: by a piece, if a server makes the answer and fails.
-            ForkError: this process is a fork of the one that made the engine; by this call or by a piece.
-            UnsupportedModelError: by a piece, if a layer of a model in this process does something that its survey did
-                not show.
-            RuntimeError, MemoryError: by a piece, if the model fails, such as torch without memory. Over vLLM,
-                RuntimeError also if the engine is closed, CancelledError if it was closed meanwhile, and vLLM's own
-                exceptions.
-            TypeError: an option that `stream` does not have.
         """
         return self.stream(prompt, (), **options)
 
@@ -346,7 +300,7 @@ class AnswerEngine(ABC):
 
         A prompt is too short if it has fewer tokens than `ReuseConfig.min_prompt_tokens`, or than the engine's
         `min_prompt_tokens` if they leave it open; the copy has this limit as its `min_prompt_tokens`. Settings without
-        reuse are returned unchanged. Raises nothing.
+        reuse are returned unchanged.
         """
         return config.for_prompt(prompt.bounds[-1], measured=self.min_prompt_tokens)
 
@@ -362,7 +316,7 @@ class AnswerEngine(ABC):
         """Return the engine's `calibration` if it decides how much is recomputed with these settings.
 
         Returns None if the engine has no calibration, if the settings have a `recompute_ratio` or an `alpha`, or if the
-        calibration was made with other settings (`Calibration.fits`). Raises nothing.
+        calibration was made with other settings (`Calibration.fits`).
         """
         calibration = self.calibration
         is_open = config.recompute_ratio is None and config.alpha is None
@@ -373,7 +327,7 @@ class AnswerEngine(ABC):
     def calibrated(self, config: ReuseConfig) -> ReuseConfig:
         """Return these settings with the calibrated α for them; the same object if `calibration_for` finds none.
 
-        `VLLMEngine` always returns a copy, which does not search unmarked text. Raises nothing.
+        `VLLMEngine` always returns a copy, which does not search unmarked text.
         """
         calibration = self.calibration_for(config)
         return config if calibration is None else replace(config, alpha=calibration.alpha)
@@ -408,12 +362,6 @@ class AnswerEngine(ABC):
 
         Raises:
             UnsupportedCallError: this engine captures texts only, see `capabilities`.
-            IndexError: `captures` is empty; in this process also if it is not ascending, or goes beyond the prompt.
-            UnsupportedModelError: in this process, a layer of the model does something that its survey did not show.
-            RuntimeError: torch has no memory for the pass, or the model fails; over vLLM, the engine is closed.
-            MemoryError: there is no memory for the keys and values.
-            CancelledError: over vLLM, the engine was closed meanwhile; also vLLM's own exceptions.
-            ForkError: this process is a fork of the one that made the engine.
         """
         self._home.require()
         self.capabilities.require(Capability.CAPTURE)
@@ -439,9 +387,7 @@ class AnswerEngine(ABC):
 
         Raises:
             UnsupportedCallError: the chunk-caches are a server's, see `capabilities`.
-            StoreError: the store is closed.
             ConfigError: `segments` is anything but a list of segments, or `session` is not text.
-            ForkError: this process is a fork of the one that opened the store.
         """
         self.capabilities.require(Capability.LOOK_UP)
         segments = listed("segments", segments)
@@ -465,11 +411,10 @@ class AnswerEngine(ABC):
     def disk_space(self) -> DiskSpace:
         """Return the bytes that the store's files use, their limit, the free bytes of the disk, and the store's codec.
 
-        If the store has a remote, it is asked for its sizes too, which takes at most two seconds. Raises StoreError if
-        the store is closed, its folder was deleted, or the folder or its catalog cannot be read, and ForkError in a
-        fork of the process. An engine over HTTP asks the server: it raises ServerError if the server does not answer in
-        time, asks for a key, fails or sends a malformed reply, or if the engine is closed, and ConfigError or
-        ContextLengthError if the server refuses with status 400.
+        If the store has a remote, it is asked for its sizes too, which takes at most two seconds. An engine over HTTP
+        asks the server: it raises ServerError if the server does not answer in time, asks for a key, fails or sends a
+        malformed reply, or if the engine is closed, and ConfigError or ContextLengthError if the server refuses with
+        status 400.
         """
         assert isinstance(self.store, ChunkCacheStore), "engines over HTTP ask the server"
         stats = self.store.stats()

@@ -73,9 +73,8 @@ class EngineConfig:
                     engine over vLLM, which has its own queue and batches, refuses these four
     store           budgets, codec and remote of the chunk-caches
 
-    Words and numbers become objects: `new_variants` is kept as a `NewVariants`, and `audit` as an `Audits`. Raises
-    ConfigError for a value of a wrong type or out of range. An unknown dtype or device is noticed when the model is
-    loaded.
+    Words and numbers become objects: `new_variants` is kept as a `NewVariants`, and `audit` as an `Audits`. An unknown
+    dtype or device is noticed when the model is loaded.
     """
 
     dtype: str = "auto"

@@ -95,12 +95,6 @@ def examine(engine: Engine, *, check: bool = True) -> Facts:
     Args:
         engine: an open engine in this process that answers no question meanwhile.
         check: read and compare every stored chunk-cache; False leaves `problems` None.
-
-    Raises:
-        StoreError: the store is closed, its folder was deleted, or its folder or catalog cannot be read.
-        UnsupportedModelError: a layer of the model does something that its survey did not show.
-        RuntimeError, MemoryError: the model fails, such as torch without memory.
-        ForkError: this process is a fork of the one that opened the store.
     """
     decoder = engine.decoder
     store = engine.store
@@ -137,9 +131,7 @@ def compute_speed(decoder: Decoder) -> float:
     """Measure a prefill of up to 256 random tokens, and return its speed in tokens per second.
 
     A model with a shorter context gets as many tokens as that has. Nothing is stored. Of two prefills the second
-    counts, because the first warms up. Raises torch's RuntimeError or MemoryError if the
-    model fails, such as without memory, and UnsupportedModelError if a layer does something that its survey did not
-    show.
+    counts, because the first warms up.
     """
     tokens = min(MEASURED_TOKENS, decoder.context_length)
     ids = torch.randint(0, int(decoder.model.config.vocab_size), (tokens,)).tolist()

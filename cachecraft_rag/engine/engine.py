@@ -96,12 +96,6 @@ class Engine(AnswerEngine):
         config: settings of reuse; a call may bring other settings.
         options: further fields of `EngineConfig` by name; they take precedence over `settings`.
 
-    Raises:
-        ConfigError: an argument has a wrong type or an option is invalid, a quality target could not act
-            (`EngineConfig.require_usable_target`), a private instruction holds the model's control tokens, or the
-            model's chat template cannot be cut into segments.
-        TypeError: an option that is no field of `EngineConfig`.
-
     Attributes:
         loop: runs all work on the model.
         write_back: describes and stores captures.
@@ -244,16 +238,10 @@ class Engine(AnswerEngine):
             logged and ignored. The chunk-caches are in the subfolder "caches" of the store folder.
 
         Raises:
-            ModelNotFoundError: nothing of that name can be loaded, or a file of it is damaged.
-            UnsupportedModelError: the model has no raw keys to store, or fails the self-check.
-            StoreError: the store folder or its catalog cannot be used, or it is of another version and cannot be
-                written.
             ConfigError: an unknown option, a value out of range, a dtype or device that is not available, a quality
                 target that could not act, a remote or its keys that cannot be used, a package that the codec or the
                 remote needs and that is not installed, a private instruction with the model's control tokens, or a chat
                 template that cannot be cut into segments. Options are checked before the model is loaded.
-            RuntimeError, MemoryError: there is no memory for the model, such as torch.OutOfMemoryError on a GPU; or the
-                model fails at the prompts of the measurement.
         """
         check_text("model", model, empty=False)
         check_path("store", store)
@@ -318,13 +306,6 @@ class Engine(AnswerEngine):
             ConfigError: a target without tokens, with more than `max_new_tokens`, or with unknown ones; an empty
                 question, a `max_new_tokens` below 1, an argument of a wrong type; or a history or tools that
                 `PromptBuilder.build` refuses, or at which the chat template fails.
-            ContextLengthError: question and answer do not fit the model's context.
-            BusyError: too many requests wait already (`EngineConfig.max_waiting`).
-            WaitTimeoutError: the request waited longer for its turn than `EngineConfig.wait_timeout_s`.
-            StoreError: the store is closed.
-            ForkError: this process is a fork of the one that made the engine.
-            UnsupportedModelError: a layer of the model does something that its survey did not show.
-            RuntimeError, MemoryError: the model fails, such as torch without memory.
         """
         if target is not None:
             target = listed("target", target)
@@ -365,13 +346,6 @@ class Engine(AnswerEngine):
         be under way: it would spoil the times. What is captured is removed in the end; a killed process leaves it in
         the store. The prompts count in the store's statistics and for the budget of new variants, but not as requests.
         See `ReuseTiming.min_prompt_tokens` for when nothing is measured, and the result is 0.
-
-        Raises:
-            StoreError: the store is closed, its folder is gone, or its catalog cannot be read or written.
-            BusyError, WaitTimeoutError: other requests keep the engine busy.
-            ForkError: this process is a fork of the one that made the engine.
-            UnsupportedModelError: a layer of the model does something that its survey did not show.
-            RuntimeError, MemoryError: the model fails.
         """
         self._home.require()
         self.min_prompt_tokens = self._timing().min_prompt_tokens()
@@ -399,7 +373,7 @@ class Engine(AnswerEngine):
 
         Returns None if the answer was not audited (see `EngineConfig.audit`), not yet (`settle` waits for it), or too
         long ago: the last 1,024 results are kept in memory, and more of them on disk (`cachecraft quality`). None for
-        an unknown id, too. Raises nothing, also after `close`.
+        an unknown id, too.
         """
         return self.auditor.results.get(request_id)
 
@@ -408,7 +382,7 @@ class Engine(AnswerEngine):
         """Bytes of chunk-caches that waiting requests load or have loaded before their turn, at this moment.
 
         The next request in line counts only if it began to load while others waited before it. Always 0 with an
-        `EngineConfig.preload_bytes` of 0. Raises nothing.
+        `EngineConfig.preload_bytes` of 0.
         """
         return self._admission.preloading_bytes
 
@@ -429,8 +403,6 @@ class Engine(AnswerEngine):
 
         Raises:
             ConfigError: `timeout` is out of range.
-            ForkError: this process is a fork of the one that made the engine.
-            RuntimeError: the system has no room for a thread.
         """
         self._home.require()
         check_number("timeout", timeout, most=MOST_SECONDS, optional=True)

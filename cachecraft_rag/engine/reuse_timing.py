@@ -69,8 +69,7 @@ class ReuseTiming:
         15 % of the tokens are recomputed if the settings have no `recompute_ratio`. A larger α or a quality target that
         recomputes more is not taken into account: reuse then pays from longer prompts on than this says.
 
-        Raises StoreError if the store is closed, its folder is gone, or its catalog cannot be read or written. Errors
-        of `capture` and `ask` pass, except for a GPU without memory.
+        Errors of `capture` and `ask` pass, except for a GPU without memory.
         """
         config = self.config
         if not config.reuse or config.min_prompt_tokens is not None or config.scope == "prefix":

@@ -83,8 +83,6 @@ class Application:
     top_k         chunks to retrieve
     threads       CPU threads; None = torch's choice
     metrics_port  port of this machine that serves Prometheus metrics; None = no metrics
-
-    Raises ConfigError for a value of a wrong type or out of range.
     """
 
     model: str = "demo"
@@ -161,7 +159,7 @@ class KnownKey:
         For a key of kind "bool", true, yes, on and 1 mean True, and false, no, off and 0 mean False, in any case. For
         "int" and "float" it is an int if the text is one, else a float. For a key with several values it is a list of
         the parts between commas, stripped and without blank ones. Any other text is returned unchanged: for all other
-        kinds, for sizes (`is_size`), and if it cannot be read. Raises nothing.
+        kinds, for sizes (`is_size`), and if it cannot be read.
         """
         if self.kind == "bool":
             return _BOOLEANS.get(text.strip().lower(), text)
@@ -540,7 +538,7 @@ def settings_file(
 
 
 def _key_of(variable: str, known: Mapping[str, KnownKey]) -> str | None:
-    """Return the key of a variable; None for variables that Kubernetes adds. Raises ConfigError."""
+    """Return the key of a variable; None for variables that Kubernetes adds."""
     names = {PREFIX + key.replace(".", "_").upper(): key for key in (*known, *_ALIASES)}
     if variable not in names and _SERVICE_LINK.fullmatch(variable):
         return None
@@ -555,7 +553,7 @@ def _own_file() -> Path | None:
 
 
 def _of_file(file: Path, known: Mapping[str, KnownKey], *, is_own: bool) -> list[_Given]:
-    """Return the settings of a file. Raises ConfigError.
+    """Return the settings of a file.
 
     Args:
         is_own: the user wrote or named this file; otherwise it needs trust.
@@ -587,7 +585,7 @@ def _of_file(file: Path, known: Mapping[str, KnownKey], *, is_own: bool) -> list
 
 
 def _flat_settings(file: Path, content: bytes) -> dict[str, object]:
-    """Return key → value of a file's text, with dots after tables. Raises ConfigError."""
+    """Return key → value of a file's text, with dots after tables."""
     try:
         tables = tomllib.loads(content.decode("utf-8"))
     except UnicodeDecodeError as error:

@@ -139,7 +139,7 @@ def smallest_that_holds(alphas: Sequence[float], holds: Callable[[float], bool])
     """Return the smallest of the ascending α that holds, found by bisection; the last one, untried, if no other holds.
 
     Assumes that α holds wherever a smaller one does. If noise breaks the assumption, every α that was tried above the
-    answer still holds. Raises IndexError without an α, and the errors of `holds`.
+    answer still holds.
 
     >>> smallest_that_holds((0.1, 0.2, 0.5, 1.0), lambda alpha: alpha >= 0.3)
     0.5
@@ -204,13 +204,6 @@ def calibrate(
         ConfigError: there are no questions, or some lack the gold answers that f1 needs; this data cannot provide the
             origin condition; full prefill's F1 is 0; the folder cannot be written; or the package rouge-score, of the
             extra `eval`, is missing.
-        ContextLengthError: a question with its passages, or a chunk to capture, does not fit the model's context.
-        StoreError: the store is closed or cannot be written.
-        OSError: a measurement or the settings cannot be written, such as on a full disk.
-        UnsupportedModelError: a layer of the model does something that its survey did not show.
-        BusyError, WaitTimeoutError: other requests keep the engine busy.
-        ForkError: this process is a fork of the one that made the engine.
-        RuntimeError, MemoryError: the model fails, such as torch without memory.
 
     Exceptions of `progress` pass.
     """
@@ -268,13 +261,6 @@ def check(
         ConfigError: there are no questions, or some lack the gold answers that f1 needs; α is out of range; this data
             cannot provide the origin condition; full prefill's F1 is 0; the folder cannot be written; or the package
             rouge-score, of the extra `eval`, is missing.
-        ContextLengthError: a question with its passages, or a chunk to capture, does not fit the model's context.
-        StoreError: the store is closed or cannot be written.
-        OSError: a measurement or the settings cannot be written, such as on a full disk.
-        UnsupportedModelError: a layer of the model does something that its survey did not show.
-        BusyError, WaitTimeoutError: other requests keep the engine busy.
-        ForkError: this process is a fork of the one that made the engine.
-        RuntimeError, MemoryError: the model fails, such as torch without memory.
 
     Exceptions of `progress` pass.
     """

@@ -103,8 +103,6 @@ def load_dataset(
         read: reads the file.
 
     Raises:
-        ConfigError: `passages` or `limit` is below 1, no format has that name, or a passage must be split and
-            `chunk_tokens` is below 16.
         DocumentError: the file cannot be read, is in no known format, is malformed, or holds no questions.
 
     Other errors of `read` pass.
@@ -124,11 +122,6 @@ def handbook_dataset(*, passages: int, limit: int | None, seed: int) -> Dataset:
         passages: chunks of a question, at least 1; the piece that holds the answer is among them.
         limit: number of questions, at least 1; None = all, and all if there are fewer.
         seed: of all draws.
-
-    Raises:
-        ConfigError: `passages` or `limit` is below 1.
-        CacheCraftError: the installation lacks the handbook.
-        OSError: a page or the file of questions cannot be read.
     """
     builder = SourceBuilder()
     pages = {}

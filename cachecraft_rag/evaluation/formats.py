@@ -131,7 +131,7 @@ class JsonRecord:
         return text
 
     def label(self, name: str, default: str) -> str:
-        """Return an identifier, a text or a whole number, as text; the text is not stripped. Raises nothing.
+        """Return an identifier, a text or a whole number, as text; the text is not stripped.
 
         Returns the default if the field is missing, blank, or of another type, such as a number with a decimal point.
         """
@@ -246,7 +246,7 @@ def _lines(path: Path, text: str) -> Iterator[JsonRecord]:
 
 
 def is_squad(record: JsonRecord) -> bool:
-    """Return True for SQuAD's format, judged by a file's first record. Raises nothing.
+    """Return True for SQuAD's format, judged by a file's first record.
 
     It is `data` → `paragraphs` → `context`, `qas`; or one row per question with `context`, `question` and `answers`.
     """
@@ -324,10 +324,7 @@ EXAMPLE = '{"question": "…?", "passages": ["…", "…"], "answers": ["…"], 
 
 
 def is_own(record: JsonRecord) -> bool:
-    """Return True for this package's own format: a record with `question` and `passages`, of any type.
-
-    Raises nothing.
-    """
+    """Return True for this package's own format: a record with `question` and `passages`, of any type."""
     return {"question", "passages"} <= record.fields.keys()
 
 
@@ -405,7 +402,6 @@ def read_source(
         read: returns the file's records.
 
     Raises:
-        ConfigError: no format has that name; the file is not read then.
         DocumentError: the file cannot be read, is in no known format, is malformed, or holds no questions.
 
     Other errors of `read` pass.

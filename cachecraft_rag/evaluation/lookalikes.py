@@ -40,10 +40,7 @@ class LookalikeQuestion:
 
 
 def lookalikes_folder() -> Path:
-    """Return the folder with the pages, from a checkout and from an installed wheel alike.
-
-    Raises CacheCraftError if the installation lacks it; its files are not checked.
-    """
+    """Return the folder with the pages, from a checkout and from an installed wheel alike."""
     spec = util.find_spec(f"cachecraft_rag.{NAME}")
     if spec is None or spec.origin is None:
         raise CacheCraftError(
@@ -53,10 +50,7 @@ def lookalikes_folder() -> Path:
 
 
 def lookalikes_pages() -> dict[str, str]:
-    """Return the stripped text of each page by its path in the set, such as `bicycles/brenlow-20.md`, in that order.
-
-    Raises CacheCraftError if the installation lacks the set.
-    """
+    """Return the stripped text of each page by its path in the set, such as `bicycles/brenlow-20.md`, in that order."""
     folder = lookalikes_folder()
     return {
         path.relative_to(folder).as_posix(): path.read_text(encoding="utf-8").strip()
@@ -65,10 +59,7 @@ def lookalikes_pages() -> dict[str, str]:
 
 
 def lookalikes_questions() -> list[LookalikeQuestion]:
-    """Return all questions of both halves, in the order of their file.
-
-    Raises CacheCraftError if the installation lacks the set.
-    """
+    """Return all questions of both halves, in the order of their file."""
     entries = json.loads((lookalikes_folder() / ".questions.json").read_text(encoding="utf-8"))
     asked: Counter[str] = Counter()
     questions = []
@@ -110,7 +101,6 @@ def lookalikes_dataset(
 
     Raises:
         ConfigError: no half has that name, or `passages` or `limit` is below 1.
-        CacheCraftError: the installation lacks the set.
     """
     if half is not None and half not in HALVES:
         raise ConfigError(

@@ -245,15 +245,6 @@ def reference_of(engine: Engine, question: EvaluationQuestion, *, answer_tokens:
         engine: opened with `best_last=False`, because a question's passages are in prompt order already.
         question: the question with its passages.
         answer_tokens: longest answer, in tokens, at least 1.
-
-    Raises:
-        ConfigError: the question is empty, `answer_tokens` is below 1, or the chat template fails at the question.
-        ContextLengthError: question and answer do not fit the model's context.
-        BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
-        StoreError: the store is closed.
-        ForkError: this process is a fork of the one that made the engine.
-        UnsupportedModelError: a layer of the model does something that its survey did not show.
-        RuntimeError, MemoryError: the model fails, such as torch without memory.
     """
     answer = engine.score_answer(
         question.text, question.passages, max_new_tokens=answer_tokens, config=_FULL
@@ -274,8 +265,6 @@ def measure(engine: Engine, reference: Reference, trial: Trial) -> Record:
 
     Raises:
         ConfigError: the trial's ratio is out of range, the package rouge-score is missing, or as `reference_of`.
-        ContextLengthError, BusyError, WaitTimeoutError, StoreError, ForkError, UnsupportedModelError, RuntimeError,
-            MemoryError: as `reference_of`.
 
     Errors of the method's preparation pass.
     """

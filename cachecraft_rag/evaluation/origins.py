@@ -140,12 +140,6 @@ class Origins:
         An evaluation does not call it for a question that an earlier run has measured. Chunks that are stored already
         are not captured again. With the origin "documents", the documents of the passages are primed, each once; chunks
         that do not fit a pass are left out, and chunk-caches of chunks that no question asks for are removed again.
-
-        Raises ContextLengthError if the instruction, or with another origin than "documents" a chunk with it, does not
-        fit a pass; StoreError if the store is closed, or if it cannot be read or written when chunk-caches are removed;
-        ConfigError if the dataset has no unrelated chunks for the origin "unrelated" or the instruction is private;
-        KeyError, unless the origin is "alone", for a passage of no document of the dataset; ForkError in a fork of the
-        engine's process; and UnsupportedModelError, RuntimeError or MemoryError if the model fails.
         """
         if self.condition.primes_documents:
             for chunk in question.passages:
@@ -189,10 +183,7 @@ class Origins:
         Called after every question, also those of the warm-up and those that an earlier run has measured. The answer
         ends with its first piece, and its captures are waited for without limit. With other origins it does nothing.
 
-        Raises ContextLengthError if question and answer do not fit the model's context, ConfigError for an empty
-        question or if the chat template fails at it, StoreError if the store is closed, BusyError or WaitTimeoutError
-        if other requests keep the engine busy, ForkError in a fork of the engine's process, and UnsupportedModelError,
-        RuntimeError or MemoryError if the model fails. A capture that cannot be stored is logged and raises nothing.
+        A capture that cannot be stored is logged and raises nothing.
         """
         if not self.condition.is_stream:
             return

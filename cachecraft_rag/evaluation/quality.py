@@ -89,7 +89,7 @@ class QualityReport:
     def as_dict(self) -> dict[str, object]:
         """Return a new dict of plain values by field name, for JSON; groups, intervals and audits are dicts too.
 
-        Each of `worst` is the dict of `Audit.as_dict`. Raises nothing.
+        Each of `worst` is the dict of `Audit.as_dict`.
         """
         return asdict(self) | {"worst": [audit.as_dict() for audit in self.worst]}
 

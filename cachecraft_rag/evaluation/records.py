@@ -38,8 +38,6 @@ class RecordLog(Closeable):
     Raises:
         ConfigError: the folder holds an evaluation with other settings or by another version of this package, or a
             damaged file, or it cannot be opened for writing.
-        OSError: the settings cannot be written, such as on a full disk.
-        TypeError: a value of `settings` cannot be written as JSON.
     """
 
     def __init__(
@@ -78,8 +76,8 @@ class RecordLog(Closeable):
     def append(self, record: Record) -> None:
         """Add a measurement to the file and to `records`. It is not synced, but survives a killed process.
 
-        Half a surrogate pair in a text becomes "?" in the file. Raises OSError if it cannot be written, such as on a
-        full disk, and ValueError after `close`; `records` then lacks it.
+        Raises OSError if it cannot be written, such as on a full disk, and ValueError after `close`; `records` then
+        lacks it.
         """
         self._write(asdict(record))
         self.records.append(record)

@@ -335,7 +335,7 @@ def summarise(
 def full_answers(report: Report) -> str:
     """Return a sentence about full prefill's own answers: how many are right, and their F1, with 95 % intervals.
 
-    If no question has gold answers, the sentence says that. Raises nothing.
+    If no question has gold answers, the sentence says that.
     """
     if report.full_right is None:
         return "The data has no gold answers, so no answer is right or wrong, and there is no F1."

@@ -131,16 +131,6 @@ def open_engine(
         dtype, device, new_variants: as in `EngineConfig`, but float32 and no new variants by default.
         kind: class of the store, for experiments that change its look-ups.
         reuse: settings of requests; None: the default.
-
-    Raises:
-        ModelNotFoundError: nothing of the model's name can be loaded, or a file of it is damaged.
-        UnsupportedModelError: the model has no raw keys to store, or failed its self-check.
-        ConfigError: an unknown dtype, a missing device, a folder that cannot be written, or a chat template that cannot
-            be cut into segments.
-        StoreError: the store cannot be opened.
-        SystemExit: within the block, in the main thread, for SIGTERM (143) or SIGHUP (129), unless the program handles
-            or ignores that signal. The folder is removed then too.
-        RuntimeError, MemoryError: there is no memory for the model.
     """
     from cachecraft_rag.engine.engine import Engine
     from cachecraft_rag.model.decoder import Decoder
@@ -241,14 +231,7 @@ def evaluate(
     Raises:
         ConfigError: the warm-up leaves no question to measure, this data cannot provide the origin condition, or the
             package rouge-score, of the extra `eval`, is missing.
-        ContextLengthError: a question with its passages, or a chunk to capture, does not fit the model's context.
-        StoreError: the store is closed or cannot be written.
-        OSError: a measurement cannot be written, such as on a full disk.
         ValueError: the log is closed.
-        UnsupportedModelError: a layer of the model does something that its survey did not show.
-        BusyError, WaitTimeoutError: other requests keep the engine busy.
-        ForkError: this process is a fork of the one that made the engine.
-        RuntimeError, MemoryError: the model fails, such as torch without memory.
 
     Exceptions of `progress` and of a method's preparation pass.
     """
@@ -322,13 +305,7 @@ class Run:
         answers the question, unless its answer was kept; the first time, two answers for warm-up precede that. Each new
         record is appended to the log. Returns [] without trials.
 
-        Raises ContextLengthError if the question with its passages, or a chunk to capture, does not fit the model's
-        context; StoreError if the store is closed or cannot be written; ConfigError if this data cannot provide the
-        origin condition, a trial's ratio is out of range, the question is empty, or the package rouge-score is missing;
-        OSError if a measurement cannot be written, and ValueError if the log is closed; UnsupportedModelError,
-        RuntimeError or MemoryError if the model fails; BusyError or WaitTimeoutError if other requests keep the engine
-        busy; and ForkError in a fork of the engine's process. Exceptions of `progress` and of a method's preparation
-        pass.
+        Exceptions of `progress` and of a method's preparation pass.
         """
         missing = [
             trial for trial in trials if (question.question_id, trial.label) not in self._records

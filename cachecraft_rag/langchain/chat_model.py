@@ -149,16 +149,6 @@ class ChatCacheCraft(Closeable, BaseChatModel):
             config: how to open the engine.
             settings: fields of this class, and options of `EngineConfig`, which override `config`. `reuse` is this
                 class's field. Settings of a server's model (`api_key`, `timeout` …) are ignored.
-
-        Raises:
-            ConfigError: an unknown setting, before anything is loaded; an invalid value; a dtype or device that is not
-                available; a quality target that could not act; a remote or its keys that cannot be used; a package that
-                the codec or the remote needs and that is not installed; or a chat template that cannot be cut into
-                segments.
-            ModelNotFoundError: nothing of that name can be loaded, or a file of it is damaged.
-            UnsupportedModelError: the model has no raw keys to store, or fails the self-check.
-            StoreError: the store folder or its catalog cannot be used.
-            RuntimeError, MemoryError: there is no memory for the model, such as torch.OutOfMemoryError on a GPU.
         """
         check_settings(settings, cls)
         names = EngineConfig.option_names() - cls.model_fields.keys()
@@ -174,8 +164,7 @@ class ChatCacheCraft(Closeable, BaseChatModel):
     def close(self) -> None:
         """Close the engine that `from_pretrained` opened, which writes pending captures; a second call does nothing.
 
-        An engine that was passed in stays open and its pending captures are not written here: close it yourself. Raises
-        nothing, and does nothing in a fork of the process.
+        An engine that was passed in stays open and its pending captures are not written here: close it yourself.
         """
         self._opened.close()
 
@@ -260,7 +249,7 @@ class ChatCacheCraft(Closeable, BaseChatModel):
 
     @property
     def model_name(self) -> str:
-        """Name of the model, as the engine was opened with it. Raises nothing."""
+        """Name of the model, as the engine was opened with it."""
         return self.engine.decoder.name
 
     def get_token_ids(self, text: str) -> list[int]:

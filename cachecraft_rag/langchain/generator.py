@@ -106,16 +106,6 @@ class CacheCraftGenerator(Closeable, RunnableSerializable[dict[str, object], str
             config: how to open the engine.
             settings: fields of this class and of `ChatCacheCraft`, and options of `EngineConfig`, which override
                 `config`. Settings of a server's model (`api_key`, `timeout` …) are ignored.
-
-        Raises:
-            ConfigError: an unknown setting, before anything is loaded; an invalid value; a dtype or device that is not
-                available; a quality target that could not act; a remote or its keys that cannot be used; a package that
-                the codec or the remote needs and that is not installed; or a chat template that cannot be cut into
-                segments.
-            ModelNotFoundError: nothing of that name can be loaded, or a file of it is damaged.
-            UnsupportedModelError: the model has no raw keys to store, or fails the self-check.
-            StoreError: the store folder or its catalog cannot be used.
-            RuntimeError, MemoryError: there is no memory for the model, such as torch.OutOfMemoryError on a GPU.
         """
         check_settings(settings, cls, ChatCacheCraft)
         names = cls.model_fields.keys() - ChatCacheCraft.model_fields.keys()
@@ -129,7 +119,7 @@ class CacheCraftGenerator(Closeable, RunnableSerializable[dict[str, object], str
     def close(self) -> None:
         """Close the chat model: the engine that `from_pretrained` opened is closed, one that was passed in stays open.
 
-        A second call does nothing. Raises nothing, and does nothing in a fork of the process.
+        A second call does nothing.
         """
         model = _unbound(self.llm)
         if isinstance(model, ChatCacheCraft):
@@ -144,23 +134,6 @@ class CacheCraftGenerator(Closeable, RunnableSerializable[dict[str, object], str
             input: the question, the documents and, if there is one, the history, under this class's keys.
             config: LangChain's.
             kwargs: as in a call of `ChatCacheCraft`, such as `max_tokens`.
-
-        Raises:
-            ConfigError: the input lacks a key or holds something else, a setting of the call is unknown or invalid, the
-                question is empty, a message holds more than text or is of an unknown kind, the model's chat template
-                fails at the conversation, or a server refuses the request.
-            UnsupportedCallError: the history has calls of tools, which this engine does not support.
-            ValueError, NotImplementedError: an item of the history is no message; ValueError also for a document that
-                lacks a variable of `document_prompt`. Both are LangChain's.
-            ContextLengthError: question, history and answer do not fit the model's context.
-            BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
-            StoreError: the store of the engine is closed.
-            ServerError: a server that makes the answer fails.
-            UnsupportedModelError: a layer of the model does something that its survey did not show.
-            ForkError: this process is a fork of the one that made the engine.
-            RuntimeError, MemoryError: the model fails, such as torch without memory; over vLLM, RuntimeError also if
-                the engine is closed.
-            CancelledError: over vLLM, the engine was closed meanwhile; also vLLM's own exceptions.
         """
 
         def answer(input: dict[str, object], config: RunnableConfig) -> str:
@@ -181,23 +154,6 @@ class CacheCraftGenerator(Closeable, RunnableSerializable[dict[str, object], str
             input: the question, the documents and, if there is one, the history, under this class's keys.
             config: LangChain's.
             kwargs: as in a call of `ChatCacheCraft`, such as `max_tokens`.
-
-        Raises:
-            ConfigError: the input lacks a key or holds something else, a setting of the call is unknown or invalid, the
-                question is empty, a message holds more than text or is of an unknown kind, the model's chat template
-                fails at the conversation, or a server refuses the request.
-            UnsupportedCallError: the history has calls of tools, which this engine does not support.
-            ValueError, NotImplementedError: an item of the history is no message; ValueError also for a document that
-                lacks a variable of `document_prompt`. Both are LangChain's.
-            ContextLengthError: question, history and answer do not fit the model's context.
-            BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
-            StoreError: the store of the engine is closed.
-            ServerError: a server that makes the answer fails.
-            UnsupportedModelError: a layer of the model does something that its survey did not show.
-            ForkError: this process is a fork of the one that made the engine.
-            RuntimeError, MemoryError: the model fails, such as torch without memory; over vLLM, RuntimeError also if
-                the engine is closed.
-            CancelledError: over vLLM, the engine was closed meanwhile; also vLLM's own exceptions.
         """
 
         async def answer(input: dict[str, object], config: RunnableConfig) -> str:
@@ -219,23 +175,6 @@ class CacheCraftGenerator(Closeable, RunnableSerializable[dict[str, object], str
             input: the question, the documents and, if there is one, the history, under this class's keys.
             config: LangChain's.
             kwargs: as in a call of `ChatCacheCraft`, such as `max_tokens`.
-
-        Raises, by the pieces and not by this call:
-            ConfigError: the input lacks a key or holds something else, a setting of the call is unknown or invalid, the
-                question is empty, a message holds more than text or is of an unknown kind, the model's chat template
-                fails at the conversation, or a server refuses the request.
-            UnsupportedCallError: the history has calls of tools, which this engine does not support.
-            ValueError, NotImplementedError: an item of the history is no message; ValueError also for a document that
-                lacks a variable of `document_prompt`. Both are LangChain's.
-            ContextLengthError: question, history and answer do not fit the model's context.
-            BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
-            StoreError: the store of the engine is closed.
-            ServerError: a server that makes the answer fails.
-            UnsupportedModelError: a layer of the model does something that its survey did not show.
-            ForkError: this process is a fork of the one that made the engine.
-            RuntimeError, MemoryError: the model fails, such as torch without memory; over vLLM, RuntimeError also if
-                the engine is closed.
-            CancelledError: over vLLM, the engine was closed meanwhile; also vLLM's own exceptions.
         """
         return self._streamed(kwargs).stream(input, config)
 
@@ -250,23 +189,6 @@ class CacheCraftGenerator(Closeable, RunnableSerializable[dict[str, object], str
             input: the question, the documents and, if there is one, the history, under this class's keys.
             config: LangChain's.
             kwargs: as in a call of `ChatCacheCraft`, such as `max_tokens`.
-
-        Raises, by the pieces and not by this call:
-            ConfigError: the input lacks a key or holds something else, a setting of the call is unknown or invalid, the
-                question is empty, a message holds more than text or is of an unknown kind, the model's chat template
-                fails at the conversation, or a server refuses the request.
-            UnsupportedCallError: the history has calls of tools, which this engine does not support.
-            ValueError, NotImplementedError: an item of the history is no message; ValueError also for a document that
-                lacks a variable of `document_prompt`. Both are LangChain's.
-            ContextLengthError: question, history and answer do not fit the model's context.
-            BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
-            StoreError: the store of the engine is closed.
-            ServerError: a server that makes the answer fails.
-            UnsupportedModelError: a layer of the model does something that its survey did not show.
-            ForkError: this process is a fork of the one that made the engine.
-            RuntimeError, MemoryError: the model fails, such as torch without memory; over vLLM, RuntimeError also if
-                the engine is closed.
-            CancelledError: over vLLM, the engine was closed meanwhile; also vLLM's own exceptions.
         """
         return self._streamed(kwargs).astream(input, config)
 
@@ -284,23 +206,6 @@ class CacheCraftGenerator(Closeable, RunnableSerializable[dict[str, object], str
             input: parts of the input, which LangChain adds up; their errors pass.
             config: LangChain's.
             kwargs: as in a call of `ChatCacheCraft`, such as `max_tokens`.
-
-        Raises, by the pieces and not by this call:
-            ConfigError: the input lacks a key or holds something else, a setting of the call is unknown or invalid, the
-                question is empty, a message holds more than text or is of an unknown kind, the model's chat template
-                fails at the conversation, or a server refuses the request.
-            UnsupportedCallError: the history has calls of tools, which this engine does not support.
-            ValueError, NotImplementedError: an item of the history is no message; ValueError also for a document that
-                lacks a variable of `document_prompt`. Both are LangChain's.
-            ContextLengthError: question, history and answer do not fit the model's context.
-            BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
-            StoreError: the store of the engine is closed.
-            ServerError: a server that makes the answer fails.
-            UnsupportedModelError: a layer of the model does something that its survey did not show.
-            ForkError: this process is a fork of the one that made the engine.
-            RuntimeError, MemoryError: the model fails, such as torch without memory; over vLLM, RuntimeError also if
-                the engine is closed.
-            CancelledError: over vLLM, the engine was closed meanwhile; also vLLM's own exceptions.
         """
         return self._streamed(kwargs).transform(input, config)
 
@@ -318,23 +223,6 @@ class CacheCraftGenerator(Closeable, RunnableSerializable[dict[str, object], str
             input: parts of the input, which LangChain adds up; their errors pass.
             config: LangChain's.
             kwargs: as in a call of `ChatCacheCraft`, such as `max_tokens`.
-
-        Raises, by the pieces and not by this call:
-            ConfigError: the input lacks a key or holds something else, a setting of the call is unknown or invalid, the
-                question is empty, a message holds more than text or is of an unknown kind, the model's chat template
-                fails at the conversation, or a server refuses the request.
-            UnsupportedCallError: the history has calls of tools, which this engine does not support.
-            ValueError, NotImplementedError: an item of the history is no message; ValueError also for a document that
-                lacks a variable of `document_prompt`. Both are LangChain's.
-            ContextLengthError: question, history and answer do not fit the model's context.
-            BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
-            StoreError: the store of the engine is closed.
-            ServerError: a server that makes the answer fails.
-            UnsupportedModelError: a layer of the model does something that its survey did not show.
-            ForkError: this process is a fork of the one that made the engine.
-            RuntimeError, MemoryError: the model fails, such as torch without memory; over vLLM, RuntimeError also if
-                the engine is closed.
-            CancelledError: over vLLM, the engine was closed meanwhile; also vLLM's own exceptions.
         """
         return self._streamed(kwargs).atransform(input, config)
 

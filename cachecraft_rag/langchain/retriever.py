@@ -63,17 +63,6 @@ class ConversationRetriever(RunnableSerializable[dict[str, object], list[Documen
             config: LangChain's.
             kwargs: go to the retriever, except for a follow-up that is searched for by vector.
 
-        Raises:
-            ConfigError: the input has no question or is of another form, the history is no list of messages, or a
-                message of the user's holds more than text, or a `ChatMessage` has an unknown role. Messages of the
-                system and of tools, calls of tools and messages of other kinds are passed over. For a follow-up in a
-                `CacheCraftVectorStore` also a `k` below 1 or an invalid filter in `search_kwargs`.
-            ValueError, NotImplementedError: an item of the history is no message; LangChain's own.
-            IndexStoreError, ForkError: the index of a `CacheCraftVectorStore` is closed or damaged, or its vectors are
-                of another width; or this process is a fork of the one that opened it.
-            TypeError: for a follow-up in a `CacheCraftVectorStore`, `search_kwargs` have another option than `k` and
-                `filter`.
-
         Errors of the retriever and of its embeddings pass unchanged.
         """
         return self._call_with_config(self._retrieve, input, config, run_type="retriever", **kwargs)
@@ -90,17 +79,6 @@ class ConversationRetriever(RunnableSerializable[dict[str, object], list[Documen
             input: the question and the history, under this class's keys.
             config: LangChain's.
             kwargs: go to the retriever, except for a follow-up that is searched for by vector.
-
-        Raises:
-            ConfigError: the input has no question or is of another form, the history is no list of messages, or a
-                message of the user's holds more than text, or a `ChatMessage` has an unknown role. Messages of the
-                system and of tools, calls of tools and messages of other kinds are passed over. For a follow-up in a
-                `CacheCraftVectorStore` also a `k` below 1 or an invalid filter in `search_kwargs`.
-            ValueError, NotImplementedError: an item of the history is no message; LangChain's own.
-            IndexStoreError, ForkError: the index of a `CacheCraftVectorStore` is closed or damaged, or its vectors are
-                of another width; or this process is a fork of the one that opened it.
-            TypeError: for a follow-up in a `CacheCraftVectorStore`, `search_kwargs` have another option than `k` and
-                `filter`.
 
         Errors of the retriever and of its embeddings pass unchanged.
         """

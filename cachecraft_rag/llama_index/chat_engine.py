@@ -127,11 +127,6 @@ class CacheCraftChatEngine(BaseChatEngine, Closeable):
             ConfigError: an unknown option, or one that has no meaning here (`chat_mode`, `system_prompt` …); a
                 retriever instead of an index; `memory` and `chat_history` together; an invalid value; or, without
                 `engine`, a dtype, device, remote, package or chat template that cannot be used.
-            ModelNotFoundError: without `engine`, if nothing of that name can be loaded, or a file of it is damaged.
-            UnsupportedModelError: without `engine`, if the model has no raw keys to store, or fails the self-check.
-            StoreError: without `engine`, if the store folder or its catalog cannot be used.
-            RuntimeError, MemoryError: without `engine`, if there is no memory for the model, such as
-                torch.OutOfMemoryError on a GPU.
 
         Other errors of `index.as_retriever` pass.
         """
@@ -161,11 +156,6 @@ class CacheCraftChatEngine(BaseChatEngine, Closeable):
             ConfigError: an index instead of a retriever, an option that is unknown or has no meaning here, `memory` and
                 `chat_history` together, an invalid value, or, without `engine`, a dtype, device, remote, package or
                 chat template that cannot be used.
-            ModelNotFoundError: without `engine`, if nothing of that name can be loaded, or a file of it is damaged.
-            UnsupportedModelError: without `engine`, if the model has no raw keys to store, or fails the self-check.
-            StoreError: without `engine`, if the store folder or its catalog cannot be used.
-            RuntimeError, MemoryError: without `engine`, if there is no memory for the model, such as
-                torch.OutOfMemoryError on a GPU.
         """
         _refuse(options)
         _check_memory(memory, chat_history)
@@ -174,7 +164,7 @@ class CacheCraftChatEngine(BaseChatEngine, Closeable):
 
     @property
     def engine(self) -> AnswerEngine:
-        """The engine that answers. Raises nothing."""
+        """The engine that answers."""
         return self._query_engine.engine
 
     @property
@@ -192,8 +182,7 @@ class CacheCraftChatEngine(BaseChatEngine, Closeable):
     def close(self) -> None:
         """Close the engine that this class opened, which writes its pending captures; a second call does nothing.
 
-        An engine that was passed in stays open and its pending captures are not written here: close it yourself. Raises
-        nothing, and does nothing in a fork of the process.
+        An engine that was passed in stays open and its pending captures are not written here: close it yourself.
         """
         self._query_engine.close()
 
@@ -212,19 +201,6 @@ class CacheCraftChatEngine(BaseChatEngine, Closeable):
         Returns:
             The whole answer with its source nodes, and the statistics under `metadata["cachecraft"]`. If retrieval
             finds no nodes, the model answers from the conversation alone.
-
-        Raises:
-            ConfigError: the message is empty or no text, the model's chat template fails at the conversation, or a
-                server refuses the request.
-            ContextLengthError: question, history and answer do not fit the model's context.
-            BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
-            StoreError: the store of the engine is closed.
-            ServerError: a server that makes the answer fails.
-            UnsupportedModelError: a layer of the model does something that its survey did not show.
-            ForkError: this process is a fork of the one that made the engine.
-            RuntimeError, MemoryError: the model fails, such as torch without memory; over vLLM, RuntimeError also if
-                the engine is closed.
-            CancelledError: over vLLM, the engine was closed meanwhile; also vLLM's own exceptions.
 
         Errors of the memory and of the retriever pass. After an error the turn is not remembered; `chat_history` has
         replaced the memory.
@@ -254,19 +230,6 @@ class CacheCraftChatEngine(BaseChatEngine, Closeable):
             The whole answer with its source nodes, and the statistics under `metadata["cachecraft"]`. If retrieval
             finds no nodes, the model answers from the conversation alone.
 
-        Raises:
-            ConfigError: the message is empty or no text, the model's chat template fails at the conversation, or a
-                server refuses the request.
-            ContextLengthError: question, history and answer do not fit the model's context.
-            BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
-            StoreError: the store of the engine is closed.
-            ServerError: a server that makes the answer fails.
-            UnsupportedModelError: a layer of the model does something that its survey did not show.
-            ForkError: this process is a fork of the one that made the engine.
-            RuntimeError, MemoryError: the model fails, such as torch without memory; over vLLM, RuntimeError also if
-                the engine is closed.
-            CancelledError: over vLLM, the engine was closed meanwhile; also vLLM's own exceptions.
-
         Errors of the memory and of the retriever pass. After an error the turn is not remembered; `chat_history` has
         replaced the memory.
         """
@@ -294,19 +257,6 @@ class CacheCraftChatEngine(BaseChatEngine, Closeable):
             the stream has ended; the model starts with the first piece. Of an answer that an error or its reader ends
             early, the text so far is remembered. An answer without text is not remembered, nor its question. If
             retrieval finds no nodes, the model answers from the conversation alone.
-
-        Raises, by this call for a message that cannot be answered, else by a piece:
-            ConfigError: the message is empty or no text, the model's chat template fails at the conversation, or a
-                server refuses the request.
-            ContextLengthError: question, history and answer do not fit the model's context.
-            BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
-            StoreError: the store of the engine is closed.
-            ServerError: a server that makes the answer fails.
-            UnsupportedModelError: a layer of the model does something that its survey did not show.
-            ForkError: this process is a fork of the one that made the engine.
-            RuntimeError, MemoryError: the model fails, such as torch without memory; over vLLM, RuntimeError also if
-                the engine is closed.
-            CancelledError: over vLLM, the engine was closed meanwhile; also vLLM's own exceptions.
 
         Errors of the memory and of the retriever pass.
         """
@@ -336,19 +286,6 @@ class CacheCraftChatEngine(BaseChatEngine, Closeable):
             the stream has ended; the model starts with the first piece. Of an answer that an error or its reader ends
             early, the text so far is remembered. An answer without text is not remembered, nor its question. If
             retrieval finds no nodes, the model answers from the conversation alone.
-
-        Raises, by this call for a message that cannot be answered, else by a piece:
-            ConfigError: the message is empty or no text, the model's chat template fails at the conversation, or a
-                server refuses the request.
-            ContextLengthError: question, history and answer do not fit the model's context.
-            BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
-            StoreError: the store of the engine is closed.
-            ServerError: a server that makes the answer fails.
-            UnsupportedModelError: a layer of the model does something that its survey did not show.
-            ForkError: this process is a fork of the one that made the engine.
-            RuntimeError, MemoryError: the model fails, such as torch without memory; over vLLM, RuntimeError also if
-                the engine is closed.
-            CancelledError: over vLLM, the engine was closed meanwhile; also vLLM's own exceptions.
 
         Errors of the memory and of the retriever pass.
         """

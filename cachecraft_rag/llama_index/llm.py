@@ -157,7 +157,7 @@ class CacheCraftLLM(FunctionCallingLLM):
 
         The longest answer is that of the class, whatever a call says. `is_chat_model` is True.
         `is_function_calling_model` is True if the engine supports tools and the model's chat template writes them, as
-        `FunctionAgent` asks for. Raises nothing.
+        `FunctionAgent` asks for.
         """
         return LLMMetadata(
             context_window=self.context_window,
@@ -200,16 +200,6 @@ class CacheCraftLLM(FunctionCallingLLM):
             ConfigError: an unknown option; `documents` that are not texts, or another number of `document_ids`; a
                 `max_tokens` below 1; the question is empty; the history or a schema cannot be used; the chat template
                 fails at the conversation; or a server refuses the request.
-            UnsupportedCallError: there are tools, or `history` has calls of tools, which this engine does not support.
-            ContextLengthError: question, history and answer do not fit the model's context.
-            BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
-            StoreError: the store of the engine is closed.
-            ServerError: a server that makes the answer fails.
-            UnsupportedModelError: a layer of the model does something that its survey did not show.
-            ForkError: this process is a fork of the one that made the engine.
-            RuntimeError, MemoryError: the model fails, such as torch without memory; over vLLM, RuntimeError also if
-                the engine is closed.
-            CancelledError: over vLLM, the engine was closed meanwhile; also vLLM's own exceptions.
         """
         if unknown:
             raise ConfigError(
@@ -265,17 +255,6 @@ class CacheCraftLLM(FunctionCallingLLM):
             ConfigError: the model has no JSON schema, no answer can be kept to it, the answer ends early
                 (`max_tokens`) or a validator of the model refuses it, the extra "structured" is missing, the last
                 message is the assistant's, an option is unknown or invalid, or a server refuses the request.
-            ContextLengthError: question, history and answer do not fit the model's context.
-            BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
-            StoreError: the store of the engine is closed.
-            ServerError: a server that makes the answer fails.
-            UnsupportedModelError: a layer of the model does something that its survey did not show.
-            ForkError: this process is a fork of the one that made the engine.
-            RuntimeError, MemoryError: the model fails, such as torch without memory; over vLLM, RuntimeError also if
-                the engine is closed.
-            CancelledError: over vLLM, the engine was closed meanwhile; also vLLM's own exceptions.
-            IndexError: the template has no messages.
-            TypeError: `history` is among the options.
         """
         messages, options = self._structured(output_cls, prompt, llm_kwargs, prompt_args)
         return validated(output_cls, self.chat(messages, **options).message.content)
@@ -300,17 +279,6 @@ class CacheCraftLLM(FunctionCallingLLM):
             ConfigError: the model has no JSON schema, no answer can be kept to it, the answer ends early
                 (`max_tokens`) or a validator of the model refuses it, the extra "structured" is missing, the last
                 message is the assistant's, an option is unknown or invalid, or a server refuses the request.
-            ContextLengthError: question, history and answer do not fit the model's context.
-            BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
-            StoreError: the store of the engine is closed.
-            ServerError: a server that makes the answer fails.
-            UnsupportedModelError: a layer of the model does something that its survey did not show.
-            ForkError: this process is a fork of the one that made the engine.
-            RuntimeError, MemoryError: the model fails, such as torch without memory; over vLLM, RuntimeError also if
-                the engine is closed.
-            CancelledError: over vLLM, the engine was closed meanwhile; also vLLM's own exceptions.
-            IndexError: the template has no messages.
-            TypeError: `history` is among the options.
         """
         messages, options = self._structured(output_cls, prompt, llm_kwargs, prompt_args)
         return validated(output_cls, (await self.achat(messages, **options)).message.content)
@@ -351,20 +319,6 @@ class CacheCraftLLM(FunctionCallingLLM):
             prompt: the question.
             formatted: LlamaIndex's; has no effect.
             kwargs: options of `begin`.
-
-        Raises:
-            ConfigError: an option is unknown; `documents` are no texts, or `document_ids` are of another number; the
-                question, the history or a schema cannot be used; or a server refuses the request.
-            UnsupportedCallError: there are tools, or `history` has calls of tools, which this engine does not support.
-            ContextLengthError: question, history and answer do not fit the model's context.
-            BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
-            StoreError: the store of the engine is closed.
-            ServerError: a server that makes the answer fails.
-            UnsupportedModelError: a layer of the model does something that its survey did not show.
-            ForkError: this process is a fork of the one that made the engine.
-            RuntimeError, MemoryError: the model fails, such as torch without memory; over vLLM, RuntimeError also if
-                the engine is closed.
-            CancelledError: over vLLM, the engine was closed meanwhile; also vLLM's own exceptions.
         """
         return last_of(responses_of(self.begin(prompt, **kwargs)))
 
@@ -380,20 +334,6 @@ class CacheCraftLLM(FunctionCallingLLM):
             prompt: the question.
             formatted: LlamaIndex's; has no effect.
             kwargs: options of `begin`.
-
-        Raises, by this call or by a piece:
-            ConfigError: an option is unknown; `documents` are no texts, or `document_ids` are of another number; the
-                question, the history or a schema cannot be used; or a server refuses the request.
-            UnsupportedCallError: there are tools, or `history` has calls of tools, which this engine does not support.
-            ContextLengthError: question, history and answer do not fit the model's context.
-            BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
-            StoreError: the store of the engine is closed.
-            ServerError: a server that makes the answer fails.
-            UnsupportedModelError: a layer of the model does something that its survey did not show.
-            ForkError: this process is a fork of the one that made the engine.
-            RuntimeError, MemoryError: the model fails, such as torch without memory; over vLLM, RuntimeError also if
-                the engine is closed.
-            CancelledError: over vLLM, the engine was closed meanwhile; also vLLM's own exceptions.
         """
         return responses_of(self.begin(prompt, **kwargs))
 
@@ -410,20 +350,6 @@ class CacheCraftLLM(FunctionCallingLLM):
             prompt: the question.
             formatted: LlamaIndex's; has no effect.
             kwargs: options of `begin`.
-
-        Raises:
-            ConfigError: an option is unknown; `documents` are no texts, or `document_ids` are of another number; the
-                question, the history or a schema cannot be used; or a server refuses the request.
-            UnsupportedCallError: there are tools, or `history` has calls of tools, which this engine does not support.
-            ContextLengthError: question, history and answer do not fit the model's context.
-            BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
-            StoreError: the store of the engine is closed.
-            ServerError: a server that makes the answer fails.
-            UnsupportedModelError: a layer of the model does something that its survey did not show.
-            ForkError: this process is a fork of the one that made the engine.
-            RuntimeError, MemoryError: the model fails, such as torch without memory; over vLLM, RuntimeError also if
-                the engine is closed.
-            CancelledError: over vLLM, the engine was closed meanwhile; also vLLM's own exceptions.
         """
         return await alast_of(aresponses_of(await asyncio.to_thread(self.begin, prompt, **kwargs)))
 
@@ -440,20 +366,6 @@ class CacheCraftLLM(FunctionCallingLLM):
             prompt: the question.
             formatted: LlamaIndex's; has no effect.
             kwargs: options of `begin`.
-
-        Raises, by this call or by a piece:
-            ConfigError: an option is unknown; `documents` are no texts, or `document_ids` are of another number; the
-                question, the history or a schema cannot be used; or a server refuses the request.
-            UnsupportedCallError: there are tools, or `history` has calls of tools, which this engine does not support.
-            ContextLengthError: question, history and answer do not fit the model's context.
-            BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
-            StoreError: the store of the engine is closed.
-            ServerError: a server that makes the answer fails.
-            UnsupportedModelError: a layer of the model does something that its survey did not show.
-            ForkError: this process is a fork of the one that made the engine.
-            RuntimeError, MemoryError: the model fails, such as torch without memory; over vLLM, RuntimeError also if
-                the engine is closed.
-            CancelledError: over vLLM, the engine was closed meanwhile; also vLLM's own exceptions.
         """
         return aresponses_of(await asyncio.to_thread(self.begin, prompt, **kwargs))
 
@@ -468,22 +380,6 @@ class CacheCraftLLM(FunctionCallingLLM):
                 assistant counts as the user.
             kwargs: options of `begin`, apart from `history`; and `tool_choice`: "auto" (the model decides), "none",
                 "any" (one of the tools is called) or the name of a tool. The last two need the extra "structured".
-
-        Raises:
-            ConfigError: an option is unknown; `documents` are no texts, or `document_ids` are of another number; the
-                last message is the assistant's, or there is no message; the question, the history or a schema cannot be
-                used; or a server refuses the request.
-            UnsupportedCallError: there are tools or calls of tools, which this engine does not support.
-            ContextLengthError: question, history and answer do not fit the model's context.
-            BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
-            StoreError: the store of the engine is closed.
-            ServerError: a server that makes the answer fails.
-            UnsupportedModelError: a layer of the model does something that its survey did not show.
-            ForkError: this process is a fork of the one that made the engine.
-            RuntimeError, MemoryError: the model fails, such as torch without memory; over vLLM, RuntimeError also if
-                the engine is closed.
-            CancelledError: over vLLM, the engine was closed meanwhile; also vLLM's own exceptions.
-            TypeError: `history` is among the options.
         """
         generation, answer = self._begin_chat(messages, kwargs)
         if answer is not None:
@@ -503,22 +399,6 @@ class CacheCraftLLM(FunctionCallingLLM):
                 assistant counts as the user.
             kwargs: options of `begin`, apart from `history`; and `tool_choice`: "auto" (the model decides), "none",
                 "any" (one of the tools is called) or the name of a tool. The last two need the extra "structured".
-
-        Raises, by this call or by a piece:
-            ConfigError: an option is unknown; `documents` are no texts, or `document_ids` are of another number; the
-                last message is the assistant's, or there is no message; the question, the history or a schema cannot be
-                used; or a server refuses the request.
-            UnsupportedCallError: there are tools or calls of tools, which this engine does not support.
-            ContextLengthError: question, history and answer do not fit the model's context.
-            BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
-            StoreError: the store of the engine is closed.
-            ServerError: a server that makes the answer fails.
-            UnsupportedModelError: a layer of the model does something that its survey did not show.
-            ForkError: this process is a fork of the one that made the engine.
-            RuntimeError, MemoryError: the model fails, such as torch without memory; over vLLM, RuntimeError also if
-                the engine is closed.
-            CancelledError: over vLLM, the engine was closed meanwhile; also vLLM's own exceptions.
-            TypeError: `history` is among the options.
         """
         generation, answer = self._begin_chat(messages, kwargs)
         if answer is not None:
@@ -537,22 +417,6 @@ class CacheCraftLLM(FunctionCallingLLM):
                 assistant counts as the user.
             kwargs: options of `begin`, apart from `history`; and `tool_choice`: "auto" (the model decides), "none",
                 "any" (one of the tools is called) or the name of a tool. The last two need the extra "structured".
-
-        Raises:
-            ConfigError: an option is unknown; `documents` are no texts, or `document_ids` are of another number; the
-                last message is the assistant's, or there is no message; the question, the history or a schema cannot be
-                used; or a server refuses the request.
-            UnsupportedCallError: there are tools or calls of tools, which this engine does not support.
-            ContextLengthError: question, history and answer do not fit the model's context.
-            BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
-            StoreError: the store of the engine is closed.
-            ServerError: a server that makes the answer fails.
-            UnsupportedModelError: a layer of the model does something that its survey did not show.
-            ForkError: this process is a fork of the one that made the engine.
-            RuntimeError, MemoryError: the model fails, such as torch without memory; over vLLM, RuntimeError also if
-                the engine is closed.
-            CancelledError: over vLLM, the engine was closed meanwhile; also vLLM's own exceptions.
-            TypeError: `history` is among the options.
         """
         generation, answer = await asyncio.to_thread(self._begin_chat, messages, kwargs)
         if answer is not None:
@@ -576,22 +440,6 @@ class CacheCraftLLM(FunctionCallingLLM):
                 assistant counts as the user.
             kwargs: options of `begin`, apart from `history`; and `tool_choice`: "auto" (the model decides), "none",
                 "any" (one of the tools is called) or the name of a tool. The last two need the extra "structured".
-
-        Raises, by this call or by a piece:
-            ConfigError: an option is unknown; `documents` are no texts, or `document_ids` are of another number; the
-                last message is the assistant's, or there is no message; the question, the history or a schema cannot be
-                used; or a server refuses the request.
-            UnsupportedCallError: there are tools or calls of tools, which this engine does not support.
-            ContextLengthError: question, history and answer do not fit the model's context.
-            BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
-            StoreError: the store of the engine is closed.
-            ServerError: a server that makes the answer fails.
-            UnsupportedModelError: a layer of the model does something that its survey did not show.
-            ForkError: this process is a fork of the one that made the engine.
-            RuntimeError, MemoryError: the model fails, such as torch without memory; over vLLM, RuntimeError also if
-                the engine is closed.
-            CancelledError: over vLLM, the engine was closed meanwhile; also vLLM's own exceptions.
-            TypeError: `history` is among the options.
         """
         generation, answer = await asyncio.to_thread(self._begin_chat, messages, kwargs)
         if answer is not None:
@@ -695,15 +543,6 @@ def responses_of(generation: Generation) -> CompletionResponseGen:
 
     Raises:
         ConfigError: an answer that keeps to a schema can neither go on nor end, or a server refuses the request.
-        ContextLengthError: question, history and answer do not fit the model's context.
-        BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
-        StoreError: the store of the engine is closed.
-        ServerError: a server that makes the answer fails.
-        UnsupportedModelError: a layer of the model does something that its survey did not show.
-        ForkError: this process is a fork of the one that made the engine.
-        RuntimeError, MemoryError: the model fails, such as torch without memory; over vLLM, RuntimeError also if the
-            engine is closed.
-        CancelledError: over vLLM, the engine was closed meanwhile; also vLLM's own exceptions.
     """
     try:
         for piece in generation:
@@ -721,15 +560,6 @@ async def aresponses_of(generation: Generation) -> CompletionResponseAsyncGen:
 
     Raises:
         ConfigError: an answer that keeps to a schema can neither go on nor end, or a server refuses the request.
-        ContextLengthError: question, history and answer do not fit the model's context.
-        BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
-        StoreError: the store of the engine is closed.
-        ServerError: a server that makes the answer fails.
-        UnsupportedModelError: a layer of the model does something that its survey did not show.
-        ForkError: this process is a fork of the one that made the engine.
-        RuntimeError, MemoryError: the model fails, such as torch without memory; over vLLM, RuntimeError also if the
-            engine is closed.
-        CancelledError: over vLLM, the engine was closed meanwhile; also vLLM's own exceptions.
     """
     async with aclosing(generation):
         async for piece in generation:
@@ -751,7 +581,7 @@ async def alast_of(responses: CompletionResponseAsyncGen) -> CompletionResponse:
     """Return the last response of an asynchronous generator: the whole text and the statistics.
 
     Reads all of them and closes the generator. Errors of the responses pass, of `aresponses_of` for example BusyError,
-    StoreError or ServerError. Raises IndexError without any response.
+    StoreError or ServerError.
     """
     async with aclosing(responses):
         return [response async for response in responses][-1]

@@ -117,11 +117,6 @@ class CacheCraftQueryEngine(RetrieverQueryEngine, Closeable):
             ConfigError: a retriever instead of an index, an option that is unknown or about LlamaIndex's own LLM and
                 prompts, settings of an engine beside an open one, an invalid value, or, without `engine`, a dtype,
                 device, remote, package or chat template that cannot be used.
-            ModelNotFoundError: without `engine`, if nothing of that name can be loaded, or a file of it is damaged.
-            UnsupportedModelError: without `engine`, if the model has no raw keys to store, or fails the self-check.
-            StoreError: without `engine`, if the store folder or its catalog cannot be used.
-            RuntimeError, MemoryError: without `engine`, if there is no memory for the model, such as
-                torch.OutOfMemoryError on a GPU.
 
         Other errors of `index.as_retriever` than its TypeError pass.
         """
@@ -196,11 +191,6 @@ class CacheCraftQueryEngine(RetrieverQueryEngine, Closeable):
             ConfigError: an index instead of a retriever, settings of an engine beside an open one, another
                 `response_mode`, an `output_cls` or a template that cannot be used, an unknown option, an invalid
                 value, or, without `engine`, a dtype, device, remote, package or chat template that cannot be used.
-            ModelNotFoundError: without `engine`, if nothing of that name can be loaded, or a file of it is damaged.
-            UnsupportedModelError: without `engine`, if the model has no raw keys to store, or fails the self-check.
-            StoreError: without `engine`, if the store folder or its catalog cannot be used.
-            RuntimeError, MemoryError: without `engine`, if there is no memory for the model, such as
-                torch.OutOfMemoryError on a GPU.
         """
         if isinstance(retriever, BaseIndex):
             raise ConfigError("this is an index and not a retriever: write from_index(index, …)")
@@ -248,17 +238,12 @@ class CacheCraftQueryEngine(RetrieverQueryEngine, Closeable):
             ConfigError: an index instead of a retriever, settings of an engine beside an open one, another
                 `response_mode`, an `output_cls` or a template that cannot be used, an unknown option, an invalid
                 value, or, without `engine`, a dtype, device, remote, package or chat template that cannot be used.
-            ModelNotFoundError: without `engine`, if nothing of that name can be loaded, or a file of it is damaged.
-            UnsupportedModelError: without `engine`, if the model has no raw keys to store, or fails the self-check.
-            StoreError: without `engine`, if the store folder or its catalog cannot be used.
-            RuntimeError, MemoryError: without `engine`, if there is no memory for the model, such as
-                torch.OutOfMemoryError on a GPU.
         """
         return cls.from_defaults(retriever, **options)
 
     @property
     def engine(self) -> AnswerEngine:
-        """The engine that answers. Raises nothing."""
+        """The engine that answers."""
         return self.synthesizer.engine
 
     def _query(self, query_bundle: QueryBundle) -> RESPONSE_TYPE:
@@ -277,7 +262,7 @@ class CacheCraftQueryEngine(RetrieverQueryEngine, Closeable):
     def with_retriever(self, retriever: BaseRetriever) -> CacheCraftQueryEngine:
         """Return a copy with another retriever. Both share the engine: close one of them, once neither is needed.
 
-        The copy has the same synthesizer, postprocessors and callbacks. The retriever is not checked. Raises nothing.
+        The copy has the same synthesizer, postprocessors and callbacks. The retriever is not checked.
         """
         return type(self)(
             retriever, self.synthesizer, self._node_postprocessors, self.callback_manager
@@ -286,7 +271,6 @@ class CacheCraftQueryEngine(RetrieverQueryEngine, Closeable):
     def close(self) -> None:
         """Close the engine that this class opened, which writes its pending captures; a second call does nothing.
 
-        An engine that was passed in stays open and its pending captures are not written here: close it yourself. Raises
-        nothing, and does nothing in a fork of the process.
+        An engine that was passed in stays open and its pending captures are not written here: close it yourself.
         """
         self.synthesizer.close()

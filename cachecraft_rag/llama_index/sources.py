@@ -60,7 +60,7 @@ class Sources:
     def documents(self) -> DocumentOptions:
         """Return options of `CacheCraftLLM.begin`: copies of `texts` as "documents" and `noted_ids` as "document_ids".
 
-        Both lists are empty without nodes. Raises nothing.
+        Both lists are empty without nodes.
         """
         return {"documents": list(self.texts), "document_ids": list(self.noted_ids)}
 

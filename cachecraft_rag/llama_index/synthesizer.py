@@ -177,10 +177,6 @@ class CacheCraftSynthesizer(BaseSynthesizer, Closeable):
                 be used, a package that the codec or the remote needs and that is not installed, or a chat template that
                 cannot be cut into segments. Arguments of this class are checked after the model was loaded; the engine
                 is closed again then.
-            ModelNotFoundError: nothing of that name can be loaded, or a file of it is damaged.
-            UnsupportedModelError: the model has no raw keys to store, or fails the self-check.
-            StoreError: the store folder or its catalog cannot be used.
-            RuntimeError, MemoryError: there is no memory for the model, such as torch.OutOfMemoryError on a GPU.
         """
         with ExitStack() as opened:
             engine = opened.enter_context(
@@ -211,8 +207,7 @@ class CacheCraftSynthesizer(BaseSynthesizer, Closeable):
     def close(self) -> None:
         """Close the engine that `from_pretrained` opened, which writes pending captures; a second call does nothing.
 
-        An engine that was passed in stays open and its pending captures are not written here: close it yourself. Raises
-        nothing, and does nothing in a fork of the process.
+        An engine that was passed in stays open and its pending captures are not written here: close it yourself.
         """
         self._opened.close()
 
@@ -237,16 +232,6 @@ class CacheCraftSynthesizer(BaseSynthesizer, Closeable):
             ConfigError: the question or an option of `get_response` cannot be used; with `output_cls`, the answer ends
                 early or no answer can be kept to the class, or the extra "structured" is missing; or a server refuses
                 the request.
-            UnsupportedCallError: `history` has calls of tools, which this engine does not support.
-            ContextLengthError: question, history and answer do not fit the model's context.
-            BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
-            StoreError: the store of the engine is closed.
-            ServerError: a server that makes the answer fails.
-            UnsupportedModelError: a layer of the model does something that its survey did not show.
-            ForkError: this process is a fork of the one that made the engine.
-            RuntimeError, MemoryError: the model fails, such as torch without memory; over vLLM, RuntimeError also if
-                the engine is closed.
-            CancelledError: over vLLM, the engine was closed meanwhile; also vLLM's own exceptions.
         """
         sources = self.sources(nodes)
         settings["document_ids"] = sources.noted_ids
@@ -279,16 +264,6 @@ class CacheCraftSynthesizer(BaseSynthesizer, Closeable):
             ConfigError: the question or an option of `aget_response` cannot be used; with `output_cls`, the answer ends
                 early or no answer can be kept to the class, or the extra "structured" is missing; or a server refuses
                 the request.
-            UnsupportedCallError: `history` has calls of tools, which this engine does not support.
-            ContextLengthError: question, history and answer do not fit the model's context.
-            BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
-            StoreError: the store of the engine is closed.
-            ServerError: a server that makes the answer fails.
-            UnsupportedModelError: a layer of the model does something that its survey did not show.
-            ForkError: this process is a fork of the one that made the engine.
-            RuntimeError, MemoryError: the model fails, such as torch without memory; over vLLM, RuntimeError also if
-                the engine is closed.
-            CancelledError: over vLLM, the engine was closed meanwhile; also vLLM's own exceptions.
         """
         sources = self.sources(nodes)
         settings["document_ids"] = sources.noted_ids
@@ -314,16 +289,6 @@ class CacheCraftSynthesizer(BaseSynthesizer, Closeable):
             ConfigError: `text_chunks` is a single text, or holds anything but texts; the question or an option cannot
                 be used; with `output_cls`, the answer ends early or no answer can be kept to the class, or the extra
                 "structured" is missing; or a server refuses the request.
-            UnsupportedCallError: `history` has calls of tools, which this engine does not support.
-            ContextLengthError: question, history and answer do not fit the model's context.
-            BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
-            StoreError: the store of the engine is closed.
-            ServerError: a server that makes the answer fails.
-            UnsupportedModelError: a layer of the model does something that its survey did not show.
-            ForkError: this process is a fork of the one that made the engine.
-            RuntimeError, MemoryError: the model fails, such as torch without memory; over vLLM, RuntimeError also if
-                the engine is closed.
-            CancelledError: over vLLM, the engine was closed meanwhile; also vLLM's own exceptions.
         """
         question, asked = self._asked(query_str, text_chunks, response_kwargs)
         answer: RESPONSE_TEXT_TYPE
@@ -354,16 +319,6 @@ class CacheCraftSynthesizer(BaseSynthesizer, Closeable):
             ConfigError: `text_chunks` is a single text, or holds anything but texts; the question or an option cannot
                 be used; with `output_cls`, the answer ends early or no answer can be kept to the class, or the extra
                 "structured" is missing; or a server refuses the request.
-            UnsupportedCallError: `history` has calls of tools, which this engine does not support.
-            ContextLengthError: question, history and answer do not fit the model's context.
-            BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
-            StoreError: the store of the engine is closed.
-            ServerError: a server that makes the answer fails.
-            UnsupportedModelError: a layer of the model does something that its survey did not show.
-            ForkError: this process is a fork of the one that made the engine.
-            RuntimeError, MemoryError: the model fails, such as torch without memory; over vLLM, RuntimeError also if
-                the engine is closed.
-            CancelledError: over vLLM, the engine was closed meanwhile; also vLLM's own exceptions.
         """
         question, asked = self._asked(query_str, text_chunks, response_kwargs)
         answer: RESPONSE_TEXT_TYPE

@@ -28,7 +28,7 @@ _ASSISTANTS = (MessageRole.ASSISTANT, MessageRole.CHATBOT, MessageRole.MODEL)
 
 
 def turns_of(messages: Sequence[ChatMessage]) -> list[Turn]:
-    """Return messages as turns (role, text). Raises nothing.
+    """Return messages as turns (role, text).
 
     Consecutive messages of a role are joined by an empty line; every role but the assistant counts as the user. The
     calls of a message follow its text as one turn of JSON, and then a turn for the result of each. A call without a
@@ -80,7 +80,7 @@ def question_of(messages: Sequence[ChatMessage]) -> tuple[str, list[Turn]]:
 def calls_of(message: ChatMessage) -> list[ToolSelection]:
     """Return the calls of tools in a message, in order; [] without any.
 
-    Arguments that are a text of JSON are read; those that are no JSON object are empty. Raises nothing.
+    Arguments that are a text of JSON are read; those that are no JSON object are empty.
     """
     blocks = [block for block in message.blocks if isinstance(block, ToolCallBlock)]
     return [
@@ -94,7 +94,7 @@ def calls_of(message: ChatMessage) -> list[ToolSelection]:
 
 
 def only_first_call(response: ChatResponse) -> None:
-    """Drop all calls of tools in a response but the first. Raises nothing."""
+    """Drop all calls of tools in a response but the first."""
     calls = [block for block in response.message.blocks if isinstance(block, ToolCallBlock)]
     response.message.blocks = [
         block

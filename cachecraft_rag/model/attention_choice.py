@@ -67,9 +67,6 @@ def measured_paths(
         head_dim: dimensions of a head.
         folder: the file's folder; None = `cache_folder()`.
         clock: returns a time in seconds.
-
-    Raises torch's RuntimeError or MemoryError without memory, and ConfigError if `$CACHECRAFT_CACHE` begins with the
-    home folder of an unknown user ("~name").
     """
     file = (folder or cache_folder()) / FILE_NAME
     key = machine_key(dtype, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
@@ -88,7 +85,7 @@ def machine_key(dtype: torch.dtype, *, heads: int, kv_heads: int, head_dim: int)
 
     It names the CPU's instructions (`cpu_instructions`), torch's version, the kernels in use, torch's number of
     threads, `$ONEDNN_MAX_CPU_ISA` and `$ATEN_CPU_CAPABILITY`, the dtype and the heads. The first call in a process
-    loads and checks the compiled kernels. Raises nothing.
+    loads and checks the compiled kernels.
     """
     limits = [os.environ.get(name, "") for name in ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY")]
     used = [f"{description()} kernels", f"{torch.get_num_threads()} threads"]

@@ -63,16 +63,14 @@ class ModelTokens:
     def share(self, text: str, limit: int) -> int:
         """Return the text's tokens in units of another limit, rounded up: this model's limit corresponds to `limit`.
 
-        A text of as many tokens as this model's limit has a share of `limit`; an empty text has 0. Raises TypeError for
-        text with half a surrogate pair.
+        A text of as many tokens as this model's limit has a share of `limit`; an empty text has 0.
         """
         return -(-self.count(text) * limit // self.limit)
 
     def fits(self, text: str) -> bool:
         """Return True if a chunk of this text is within the limit.
 
-        A text of at most `limit` bytes is not counted: there are hardly ever more tokens than bytes. Raises TypeError
-        for a longer text with half a surrogate pair.
+        A text of at most `limit` bytes is not counted: there are hardly ever more tokens than bytes.
         """
         return len(text.encode("utf-8", "replace")) <= self.limit or self.count(text) <= self.limit
 

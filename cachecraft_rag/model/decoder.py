@@ -148,10 +148,6 @@ class Decoder:
             tokenizer: the model's own.
             name: the name that messages call it by.
             fingerprint: fingerprint of its checkpoint; None = made from the model's tensors.
-
-        Raises:
-            UnsupportedModelError: the model has no raw keys to store; the message gives the reason.
-            RuntimeError: torch has no memory for the passes over a few tokens that survey the model.
         """
         _refuse_unsupported(model, name)
         from transformers import AttentionInterface
@@ -216,15 +212,6 @@ class Decoder:
                 a CPU that computes it faster, see `auto_dtype`.
             device: `cpu`, `cuda`, `cuda:1` …, or `auto`: CUDA where there is one, but the CPU for "demo", because a GPU
                 computes the short prompts of a model this small sooner than it could reuse any of them.
-
-        Raises:
-            ModelNotFoundError: nothing of that name can be loaded, the hub cannot be reached, or a file is missing or
-                damaged.
-            UnsupportedModelError: the model has no raw keys to store; the message gives the reason.
-            ConfigError: an unknown dtype, a device that is not available, or a `$CACHECRAFT_CACHE` that begins with the
-                home folder of an unknown user ("~name").
-            torch.OutOfMemoryError: the GPU has no memory for the model.
-            RuntimeError, MemoryError: torch or a compiled kernel has no memory.
         """
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -268,7 +255,7 @@ class Decoder:
 
     @torch.no_grad()
     def _survey_layers(self) -> ModelSurvey:
-        """Return how the model calls its layers. Raises UnsupportedModelError with the reason if they cannot be run."""
+        """Return how the model calls its layers."""
 
         def forward(ids: Tensor) -> object:
             with self.stock() as model:
@@ -291,9 +278,6 @@ class Decoder:
         """Return the first layer's input `[1, rows, hidden]`, in the model's dtype, of token ids int64 `[rows]`.
 
         The ids must be on the model's device.
-
-        Raises IndexError for an id that the model does not have, on a CPU; on a GPU torch reports it later, as a
-        RuntimeError.
         """
         hidden: Tensor = self._parts.embed(ids[None])
         if self._norms_embeddings:  # NanoChat
@@ -313,8 +297,6 @@ class Decoder:
         Args:
             positions: int64 `[tokens]`, on the model's device.
             kind: number of the table, see `rotary_kinds`.
-
-        Raises IndexError for a table that the model does not have.
         """
         return self.survey.kinds[kind].tables(positions, self.dtype)
 
@@ -331,11 +313,6 @@ class Decoder:
             hidden: hidden states of the rows.
             positions: int64 `[rows]`, position of each row in the prompt.
             layer_pass: receives raw queries, keys and values, and returns the result of the attention.
-
-        Raises:
-            UnsupportedModelError: the layer attends more than once, or gives its attention an unknown tensor.
-            IndexError: there is no such layer.
-            RuntimeError, MemoryError: torch or a compiled kernel has no memory. Exceptions of `layer_pass` pass too.
         """
         if self.fused_layers is not None:
             fused = self.fused_layers[index](hidden, layer_pass)
@@ -379,8 +356,7 @@ class Decoder:
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits `[rows, vocabulary]` (float32) of last-layer hidden states `[1, rows, hidden]`.
 
-        The model's final norm, scale and soft cap are applied. Raises torch's RuntimeError for another width of the
-        hidden states, or without memory.
+        The model's final norm, scale and soft cap are applied.
         """
         scores: Tensor = self._to_logits(self._parts.norm(hidden))[0].float()
         scores = scores / getattr(self.model.config, "logits_scaling", 1.0)  # Granite
@@ -395,10 +371,7 @@ class Decoder:
         )
 
     def next_logits(self, hidden: Tensor) -> Tensor:
-        """Return logits `[vocabulary]` (float32) of the last row of hidden states `[1, rows, hidden]`; see `logits`.
-
-        Raises IndexError without rows, and torch's RuntimeError for another width, or without memory.
-        """
+        """Return logits `[vocabulary]` (float32) of the last row of hidden states `[1, rows, hidden]`; see `logits`."""
         return self.logits(hidden[:, -1:])[0]
 
     def own_logits(self, ids: Sequence[int], *, keep: int = 1) -> Tensor:
@@ -410,9 +383,6 @@ class Decoder:
         Args:
             ids: token ids; at least one.
             keep: number of positions, at least 1; fewer are returned if there are fewer ids.
-
-        Raises IndexError for an id that the model does not have (on a GPU RuntimeError), and torch's RuntimeError
-        without ids or without memory.
         """
         with self.stock(), torch.inference_mode():
             batch = torch.tensor([list(ids)], device=self.device)
@@ -483,11 +453,7 @@ def chunk_bound_of(name: str) -> ModelTokens:
             model's weights, see `demo_model_folder`.
 
     Raises:
-        ModelNotFoundError: nothing of that name can be loaded, the hub cannot be reached, or a file is missing or
-            damaged.
         KeyError: the config has LongRoPE, but not the original length.
-        ConfigError: for "demo", `$CACHECRAFT_CACHE` begins with the home folder of an unknown user ("~name").
-        RuntimeError, MemoryError: for "demo", torch has no memory to convert it.
     """
     from transformers import AutoTokenizer
 
@@ -509,12 +475,6 @@ def config_of(name: str) -> PretrainedConfig:
     Args:
         name: Hugging Face name or folder, or "demo". The first use of "demo" also converts or downloads the demo
             model's weights, see `demo_model_folder`.
-
-    Raises:
-        ModelNotFoundError: nothing of that name can be loaded, the hub cannot be reached, or the config is damaged or
-            names an unknown kind of model.
-        ConfigError: for "demo", `$CACHECRAFT_CACHE` begins with the home folder of an unknown user ("~name").
-        RuntimeError, MemoryError: for "demo", torch has no memory to convert it.
     """
     from huggingface_hub import try_to_load_from_cache
     from transformers import AutoConfig
@@ -624,8 +584,6 @@ def layout_of(config: PretrainedConfig, dtype: str) -> KVLayout:
     Args:
         config: config of a decoder-only model.
         dtype: dtype of keys and values, such as "bfloat16"; not checked.
-
-    Raises AttributeError if the config does not name layers, heads or the width of hidden states.
     """
     kv_heads: list[int] = []
     head_dims: list[int] = []
@@ -660,9 +618,6 @@ def context_length_of(config: PretrainedConfig) -> int:
     changes all keys if a prompt exceeds the original length, so a chunk-cache captured on one side of it is wrong on
     the other. Only prompts up to the original length are served. Rejected: a fingerprint for each side, which would
     capture every chunk twice.
-
-    Raises AttributeError for a config without `max_position_embeddings`, KeyError for one with LongRoPE but without the
-    original length.
     """
     longest = int(config.max_position_embeddings)
     original = longrope_context(config)

@@ -72,12 +72,7 @@ def demo_model_folder() -> Path:
     logged. Safe to call from several processes at once: one converts, and the others wait for it without limit.
 
     Raises:
-        ModelNotFoundError: neither the wheel nor the hub has the model, or a package that reads the wheel's file is
-            missing; the message holds the command to type.
-        OSError: the wheel's file cannot be read, or the converted model cannot be written.
         ValueError: the wheel's file is damaged.
-        RuntimeError, MemoryError: torch has no memory for the conversion.
-        ConfigError: `$CACHECRAFT_CACHE` begins with the home folder of an unknown user ("~name").
     """
     gguf = _wheel_gguf()
     if gguf is None:
@@ -105,10 +100,8 @@ def convert_gguf(gguf: Path, target: Path) -> None:
         target: the folder, which is made; an incomplete one is replaced.
 
     Raises:
-        OSError: the file cannot be read, or the model cannot be written.
         ValueError: the file is not a GGUF file that transformers knows.
         ImportError: the package `gguf` or `accelerate` is not installed.
-        RuntimeError, MemoryError: torch has no memory for the conversion.
     """
     from filelock import FileLock  # here, so that importing this module costs nothing
 
@@ -135,10 +128,7 @@ def is_complete(folder: Path) -> bool:
 
 
 def handbook_folder() -> Path:
-    """Return the folder with the sample handbook's Markdown pages, from a checkout and from an installed wheel alike.
-
-    Raises CacheCraftError if the installation lacks it; its files are not checked.
-    """
+    """Return the folder with the sample handbook's Markdown pages, in a checkout or an installed wheel."""
     spec = util.find_spec("cachecraft_rag.handbook")
     if spec is None or spec.origin is None:
         raise CacheCraftError(

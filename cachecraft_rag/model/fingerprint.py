@@ -63,10 +63,8 @@ def checkpoint_fingerprint(folder: Path, *, dtype: str) -> str | None:
     Returns None if the folder has no config.json or no weights of a known kind, also if the folder is missing.
 
     Raises:
-        OSError: a file cannot be read, such as a missing one that the index of the weights names.
         ValueError: a file is truncated, or is not valid JSON or safetensors.
         KeyError, TypeError, AttributeError: a file is valid JSON, but not that of a checkpoint.
-        ConfigError: `$CACHECRAFT_CACHE` begins with the home folder of an unknown user ("~name").
     """
     files = _weight_files(folder)
     if not files or not (folder / "config.json").is_file():
@@ -99,8 +97,6 @@ def model_fingerprint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 
     It is text in the form of `checkpoint_fingerprint`, but never equal to that of a checkpoint: a model that was loaded
     may hold other tensors than its files. Reads all weights, copying them to main memory one by one, and keeps nothing.
-    Raises torch's NotImplementedError for a weight on the meta device, which has no values, as in a model that is
-    partly offloaded, and RuntimeError without memory.
     """
     tensors = {}
     for name, tensor in model.state_dict().items():

@@ -101,10 +101,7 @@ class GPULayer(KnownLayer):
     """A layer of a known class on a GPU, with torch's fused operations between its products."""
 
     def __call__(self, hidden: Tensor, layer_pass: LayerPass) -> Tensor | None:
-        """Run the layer over `[1, rows, hidden]` and return its output, of the same shape; None if it has hooks.
-
-        Raises torch's RuntimeError without memory, and whatever `layer_pass.attend` raises.
-        """
+        """Run the layer over `[1, rows, hidden]` and return its output, of the same shape; None if it has hooks."""
         if self.hooked:
             return None
         layer = self._layer
@@ -216,7 +213,6 @@ class CompiledLayer(KnownLayer):
         """Run the layer over `[1, rows, hidden]` and return its output, of the same shape.
 
         Returns None if it has hooks, or if the kernels do not support these tensors: run the model's own layer then.
-        Raises MemoryError or torch's RuntimeError without memory, and whatever `layer_pass.attend` raises.
         """
         is_few = hidden.shape[1] <= _FEW_ROWS
         if (
@@ -292,9 +288,6 @@ def fused_layers(
         run: runs a stock layer, given its number, hidden states, positions and the pass that attends; returns its
             output.
         kind: class of the result; None = `GPULayer` on a CUDA device, else `CompiledLayer`.
-
-    Raises MemoryError or torch's RuntimeError without memory, and whatever `run` raises, such as UnsupportedModelError
-    for a layer that attends more than once. Raises AssertionError for a layer that does not attend.
     """
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(

@@ -241,8 +241,7 @@ class LayerCall:
             positions: int64 `[tokens]`.
 
         The rotary embedding is `rotary`, and the layer gets no mask and no cache. `hidden` is handed to the module
-        itself. Raises whatever the module raises, such as torch's RuntimeError without memory, and the exceptions of
-        the attention function that it calls.
+        itself.
         """
         given = dict(self.named)
         if "position_ids" in self.takes:
@@ -358,7 +357,6 @@ def survey_model(
     Raises:
         SurveyError: the layers cannot be run one by one, with the reason.
         KeyError: keys are not float32, float16 or bfloat16.
-        RuntimeError: torch has no memory. Other exceptions of `forward` and of the model's modules pass, too.
     """
     parameter = next(model.parameters())
     vocabulary = int(model.config.get_text_config().vocab_size)
@@ -546,7 +544,6 @@ def _rotation_error(
 def in_order(heads: Tensor, order: Tensor | None) -> Tensor:
     """Return a copy of heads `[…, head_dim]` with their dimensions in this order, int64 `[head_dim]`.
 
-    Without an order (None) the heads are returned themselves. `order` may be on another device. Raises IndexError for
-    an order with a dimension that does not exist.
+    Without an order (None) the heads are returned themselves. `order` may be on another device.
     """
     return heads if order is None else heads[..., order.to(heads.device)]

@@ -40,16 +40,6 @@ def load_checked(name: str, *, dtype: str = "auto", device: str = "auto") -> Dec
         name: Hugging Face name or folder, or "demo".
         dtype: `float32`, `bfloat16`, `float16` or `auto`, see `Decoder.load`.
         device: `cpu`, `cuda`, `cuda:1` …, or `auto`, see `Decoder.load`.
-
-    Raises:
-        UnsupportedModelError: the model has no raw keys to store, or fails the check; where float32 was tried, in that
-            too.
-        ModelNotFoundError: nothing of that name can be loaded, the hub cannot be reached, or a file is missing or
-            damaged.
-        ConfigError: an unknown dtype, a device that is not available, or a `$CACHECRAFT_CACHE` that begins with the
-            home folder of an unknown user ("~name").
-        torch.OutOfMemoryError: the GPU has no memory for the model.
-        RuntimeError, MemoryError: torch or a compiled kernel has no memory.
     """
     decoder = Decoder.load(name, dtype=dtype, device=device)
     try:
@@ -72,10 +62,6 @@ def self_check(decoder: Decoder) -> float:
 
     Returns:
         The larger relative error (L2) of the logits for the next token in the first two, as a fraction: 0.01 is 1 %.
-
-    Raises:
-        UnsupportedModelError: an error is beyond rounding, or a layer's sliding window is not the configured one.
-        RuntimeError, MemoryError: torch or a compiled kernel has no memory.
     """
     generator = torch.Generator().manual_seed(0)
     size = int(decoder.model.config.vocab_size)

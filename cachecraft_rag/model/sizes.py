@@ -47,14 +47,6 @@ def layout_named(model: str, *, dtype: str = "auto") -> KVLayout:
             see `demo_model.demo_model_folder`.
         dtype: `float32`, `bfloat16`, `float16`, or `auto`: as `Decoder.load` on this computer's CPU. With `auto`, the
             dtype of the config is not checked.
-
-    Raises:
-        ModelNotFoundError: nothing of that name can be loaded, the hub cannot be reached, or the config is damaged or
-            names an unknown kind of model.
-        ConfigError: an unknown dtype; or for "demo", a `$CACHECRAFT_CACHE` that begins with the home folder of an
-            unknown user ("~name").
-        UnsupportedModelError: the config does not name layers, heads or the width of hidden states.
-        RuntimeError, MemoryError: for "demo", torch has no memory to convert it.
     """
     if dtype not in ("auto", *DTYPES):
         raise ConfigError(f"unknown dtype {dtype!r}; choose one of auto, {', '.join(DTYPES)}")

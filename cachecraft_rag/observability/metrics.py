@@ -58,8 +58,7 @@ class EngineCollector(Collector):
         """Yield the current metrics of the requests, and those of the store if it is a `ChunkCacheStore`.
 
         A store that is closed or cannot be read raises nothing: `cachecraft_store_readable` is 0 then, and the other
-        metrics of the store are left out. If its folder was deleted, it is 1, and the sizes on disk are 0. Raises
-        ForkError in a fork of the process that opened the store.
+        metrics of the store are left out. If its folder was deleted, it is 1, and the sizes on disk are 0.
         """
         yield from self._engine.request_counts.collect()
         store = self._engine.store
@@ -79,7 +78,7 @@ class EngineCollector(Collector):
         return [GaugeMetricFamily("cachecraft_store_readable", _READABLE)]
 
     def _stats(self, store: ChunkCacheStore) -> StoreStats:
-        """Return statistics of the store. Raises StoreError."""
+        """Return statistics of the store."""
         return store.stats(ask_remote=False)
 
 
@@ -175,8 +174,8 @@ class MetricsServer(Closeable):
     def close(self) -> None:
         """Stop listening, and wait until the server's thread has ended, which takes up to half a second.
 
-        Raises nothing. A second call does nothing. In a fork of the process that started the server it only closes the
-        fork's copy of the socket, and the server goes on in the other process.
+        A second call does nothing. In a fork of the process that started the server it only closes the fork's copy of
+        the socket, and the server goes on in the other process.
         """
         if not self._home.here:  # the thread does not run here
             self._server.socket.close()

@@ -21,8 +21,7 @@ logger = logging.getLogger("cachecraft_rag.requests")
 def log_request(stats: RequestStats, *, error: str | None = None) -> None:
     """Log a request that has ended, at level INFO, with the logger "cachecraft_rag.requests".
 
-    The record's attribute `cachecraft` holds `request_fields`. Does nothing if the logger does not log INFO. Raises
-    nothing.
+    The record's attribute `cachecraft` holds `request_fields`. Does nothing if the logger does not log INFO.
 
     Args:
         stats: statistics of the request.
@@ -74,9 +73,6 @@ class JsonFormatter(logging.Formatter):
         The time is ISO 8601 in UTC. NaN and infinities become null, and values that JSON lacks become text. The field
         "exception" holds an exception with its traceback. The record's `cachecraft` fields replace others of the same
         name.
-
-        Raises TypeError, ValueError or KeyError if the record's message does not fit its arguments, as logging's own
-        formatter does.
         """
         fields: dict[str, object] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(),

@@ -125,7 +125,7 @@ class RequestStats:
         return all(_is_exact(chunk) for chunk in self.chunks)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return field name → plain value, for JSON, in a new dict. Raises nothing.
+        """Return field name → plain value, for JSON, in a new dict.
 
         `chunks` is a tuple of dicts with the fields of `ChunkStats`, in which `reason_code` is a `Reason`, a kind of
         str. Fields without a value have their default.

@@ -74,7 +74,7 @@ class TracedRequest:
 def is_tracing() -> bool:
     """Return True if the application has configured a tracer provider; imports nothing of OpenTelemetry.
 
-    Returns False if `opentelemetry.trace` was not imported yet in this process. Raises nothing.
+    Returns False if `opentelemetry.trace` was not imported yet in this process.
     """
     trace = sys.modules.get("opentelemetry.trace")
     # None too while another thread imports the module

@@ -29,7 +29,7 @@ class FutureVariant:
         """Return True if it may be used in place of `wanted`.
 
         It must be of the same chunk, be shared or of the same session, and have an origin prefix that `scope` allows:
-        any for "anywhere", one of the same segments in any order for "set", the same for "prefix". Raises nothing.
+        any for "anywhere", one of the same segments in any order for "set", the same for "prefix".
 
         >>> shared = FutureVariant("c", ("system", "a"), None)
         >>> private = FutureVariant("c", ("system", "b"), "ann")
@@ -61,7 +61,7 @@ class FutureCaptures:
 
         Left out are the last segment and every question, passages found in unmarked text, and, without a session,
         private segments and all after them. With a session, the variants of these belong to it. All other variants are
-        shared. Raises nothing.
+        shared.
         """
         ids = tuple(segment.segment_id for segment in prompt.segments)
         is_private = False
@@ -78,7 +78,7 @@ class FutureCaptures:
                 self.variants.append(FutureVariant(ids[index], ids[:index], owner))
 
     def serve(self, prompt: Prompt, config: ReuseConfig, *, session: str | None) -> bool:
-        """Return True if a prompt can use at least one of `variants`, see `FutureVariant.serves`. Raises nothing.
+        """Return True if a prompt can use at least one of `variants`, see `FutureVariant.serves`.
 
         The last segment of the prompt, its question, does not count.
         """
@@ -91,8 +91,7 @@ class FutureCaptures:
     def hand_over(self) -> None:
         """Submit them to write-back, if that is still to be done; a second call does nothing.
 
-        Does nothing either while `submit` is not set, that is before the prefill has ended. Raises what `submit`
-        raises: RuntimeError if the system has no room for a thread.
+        Does nothing either while `submit` is not set, that is before the prefill has ended.
         """
         submit = self.submit
         self.submit = None
@@ -202,21 +201,18 @@ class AdmissionQueue:
 
         Nothing is reserved then, but the request counts as having called this (`may_preload`). The next request may
         load without a reservation. The room is free again once the request has its turn (`begin`) or leaves. Whether
-        the request waits is not checked. Raises nothing.
+        the request waits is not checked.
         """
         fits = self.preloading_bytes + nbytes <= self._preload_bytes
         self._preloads[task] = nbytes if fits else None
         return fits
 
     def is_first(self, task: LoopTask) -> bool:
-        """Return True if this request waits and none waits before it. Raises IndexError if none waits at all."""
+        """Return True if this request waits and none waits before it."""
         return self._waiting[0] is task
 
     def is_free(self) -> bool:
-        """Return True if no request has the turn, or if all that have it wait for loads, between two passes.
-
-        Raises nothing.
-        """
+        """Return True if no request has the turn, or if all that have it wait for loads, between two passes."""
         return all(_waits_for_loading(task) for task in self._prefilling)
 
     def begin(self, task: LoopTask) -> None:
@@ -230,7 +226,7 @@ class AdmissionQueue:
         self._prefilling.append(task)
 
     def leave(self, task: LoopTask) -> None:
-        """End a request's turn or its wait; what it had reserved is free again. Raises nothing.
+        """End a request's turn or its wait; what it had reserved is free again.
 
         Does nothing for a request that has neither.
         """

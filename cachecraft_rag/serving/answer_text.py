@@ -46,7 +46,6 @@ class AnswerText:
 
         Sets `finish` if the answer ends with this token: "stop" at a stop string, of which nothing is returned, "end"
         at one of the end tokens, "length" at the longest answer. For an answer that has not ended; this is not checked.
-        Raises what the tokenizer raises for an id that it cannot decode, such as OverflowError for a negative one.
         """
         if token in self._end_tokens:
             self.finish = self.finish or "end"
@@ -164,9 +163,6 @@ def answer_text(
         tokens: ids of the answer's tokens; the next one is drawn only if the answer goes on after those before it.
         tokenizer: a transformers tokenizer.
         end_tokens: ids that end an answer and are not part of it.
-
-    Raises, while it is iterated over, what drawing a token raises, and what the tokenizer raises for an id that it
-    cannot decode, such as OverflowError for a negative one.
     """
     answer = AnswerText(request.sampling, tokenizer, end_tokens)
     for token in tokens:

@@ -124,10 +124,7 @@ class Answering:
     _changes: int = 0  # number of changes to the store that this engine knows of
 
     def stored_changed(self) -> None:
-        """Note that captures were stored or dropped: requests with reuse that planned before plan again at their turn.
-
-        Raises nothing.
-        """
+        """Note that captures were stored or dropped: waiting requests with reuse plan again at their turn."""
         self._changes += 1
 
     # -- up to the first token ----------------------------------------------------------------------------------------
@@ -150,13 +147,6 @@ class Answering:
 
         Returns:
             The prefilled prompt.
-
-        Raises:
-            BusyError: too many requests wait already (`max_waiting`).
-            WaitTimeoutError: the request waited longer than `wait_timeout_s` for its turn.
-            StoreError: the store is closed.
-            UnsupportedModelError: a layer does something that the survey of the model did not show.
-            RuntimeError, MemoryError: the model fails, such as torch without memory.
         """
         admission = self.admission
         plan: LoadingPlan | None = None
@@ -356,12 +346,7 @@ class Answering:
             queue: takes up the pieces; while it is full, the answer waits for its reader.
 
         Raises:
-            BusyError: too many requests wait already (`max_waiting`).
-            WaitTimeoutError: the request waited longer than `wait_timeout_s` for its turn.
-            StoreError: the store is closed.
-            UnsupportedModelError: a layer does something that the survey of the model did not show.
             ConfigError: the answer's grammar lets it neither go on nor end.
-            RuntimeError, MemoryError: the model fails, such as torch without memory.
         """
         captures = FutureCaptures()
         predictions = self.auditor.recorder(request)
@@ -401,12 +386,7 @@ class Answering:
             The answer's text, and logits float32 `[target, vocabulary]`: the prediction before each target token.
 
         Raises:
-            BusyError: too many requests wait already (`max_waiting`).
-            WaitTimeoutError: the request waited longer than `wait_timeout_s` for its turn.
-            StoreError: the store is closed.
-            UnsupportedModelError: a layer does something that the survey of the model did not show.
             ConfigError: the answer's grammar lets it neither go on nor end.
-            RuntimeError, MemoryError: the model fails, such as torch without memory.
         """
         captures = FutureCaptures()
         queue = TokenQueue(bounded=False)

@@ -34,12 +34,6 @@ class LocalCapturer:
             captures: indices of the segments to capture, ascending, at least one; segments after the last are not
                 computed.
             primed: noted in the variants, see `types.variants.Variant`.
-
-        Raises:
-            IndexError: `captures` is empty, not ascending, or goes beyond the prompt.
-            UnsupportedModelError: a layer does something that the survey of the model did not show.
-            RuntimeError: torch has no memory or the model fails, or the system has no room for the loop's thread.
-            MemoryError: there is no memory for the keys and values.
         """
         # tokens after the last capture need not be computed
         bounds = prompt.bounds[: captures[-1] + 2]

@@ -19,8 +19,6 @@ class NewVariants:
              "off": never
     share    tokens that may be computed for new variants, for each token of a prompt that was served
     waiting  most prompts that wait; beyond it, the prompts that would have saved least are dropped
-
-    Raises ConfigError for a value of a wrong type or out of range.
     """
 
     when: When = "idle"
@@ -43,8 +41,6 @@ class Audits:
     kept       most results that are kept on disk; beyond it, the oldest are removed
     keep_text  whether the text of audited answers is kept with the results. On disk only that of requests without
                a session
-
-    Raises ConfigError for a value of a wrong type or out of range.
     """
 
     share: float = 0.0

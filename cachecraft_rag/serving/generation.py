@@ -23,17 +23,8 @@ class Pieces(Protocol):
         """Return the next piece, or raise StopIteration after the last one.
 
         Raises:
-            BusyError, WaitTimeoutError: by the first piece, if too many requests wait, or this one waited too long.
-            StoreError: the store of an engine on this machine is closed; by the first piece.
             ConfigError: the answer's grammar lets it neither go on nor end, a server refuses the request, or vLLM does
                 not support a setting of reuse.
-            ContextLengthError: a server refuses the request because of the model's context.
-            UnsupportedModelError: a layer of a model in this process does something that its survey did not show.
-            ServerError: a server makes the answer and fails.
-            ForkError: this process is a fork of the one that made the engine.
-            RuntimeError, MemoryError: the model fails, such as torch without memory; over vLLM, RuntimeError also if
-                the engine is closed.
-            CancelledError: over vLLM, the engine was closed meanwhile; also vLLM's own exceptions.
         """
 
     def close(self) -> object:
@@ -133,8 +124,7 @@ class Generation(Iterator[str], AsyncIterator[str]):
         An answer under way is counted and logged, and its `finish` is "closed". If no piece was asked for, nothing was
         computed, nothing is counted, and `finish` stays None. Another thread that reads it gets no further piece. If
         that thread waits for one, its wait ends at once with an engine in this process, and with the next piece over
-        vLLM or a server. A second call does nothing. Raises nothing, except RuntimeError if the answer is to be counted
-        in a new thread and the system has no room for one.
+        vLLM or a server. A second call does nothing.
         """
         self._closing = True
         with suppress(ValueError):  # Python's error if the generator runs in another thread
@@ -143,11 +133,7 @@ class Generation(Iterator[str], AsyncIterator[str]):
                 self._later(self._ended, self._stats, None)
 
     async def aclose(self) -> None:
-        """End the answer here without waiting: calls `close`. A second call does nothing.
-
-        Raises nothing, except RuntimeError if the answer is to be counted in a new thread and the system has no room
-        for one.
-        """
+        """End the answer here without waiting: calls `close`. A second call does nothing."""
         self.close()
 
     def __del__(self) -> None:

@@ -95,7 +95,7 @@ class WantedVariants:
         """Add the tokens of an answered prompt to the budget, and note the chunks that were fixed in it.
 
         If too many candidates wait, the least valuable one, which may be this one, is dropped and counted. Unspent
-        budget is kept up to that of 100,000 prompt tokens, or of this prompt if it is longer. Raises nothing.
+        budget is kept up to that of 100,000 prompt tokens, or of this prompt if it is longer.
 
         Args:
             prompt_tokens: tokens of the prompt; `NewVariants.share` times as many may be computed.
@@ -112,7 +112,7 @@ class WantedVariants:
     def best(self, among: Callable[[Candidate], bool] | None = None) -> Candidate | None:
         """Return the candidate whose variants would have saved the most tokens; it stays waiting.
 
-        None if there is no candidate, and while the budget is spent. Raises what `among` raises.
+        None if there is no candidate, and while the budget is spent.
 
         Args:
             among: tells which candidates count; None: all.
@@ -122,7 +122,7 @@ class WantedVariants:
         return self.candidates.best(among)
 
     def spend(self, tokens: int) -> None:
-        """Count computed tokens, and take them from the budget, which may become negative. Raises nothing.
+        """Count computed tokens, and take them from the budget, which may become negative.
 
         Each refusal of the store in a row (`stored`) doubles their cost in the budget, up to 16 times.
         """
@@ -133,7 +133,7 @@ class WantedVariants:
     def stored(self, captured: int, refused: int = 0) -> None:
         """Count captures that were stored, and captures that the store refused, for example on a full disk.
 
-        Refused ones count only for the row of refusals, see `spend`; a call without them ends that row. Raises nothing.
+        Refused ones count only for the row of refusals, see `spend`; a call without them ends that row.
         """
         self._captured += captured
         self._refusals = self._refusals + refused if refused else 0
@@ -141,7 +141,7 @@ class WantedVariants:
     def drop(self, candidate: Candidate, reason: Dropped | None) -> None:
         """Remove a candidate and count the reason; with None, which means that it was stored, nothing is counted.
 
-        For a candidate that was removed before, only the reason is counted. Raises nothing.
+        For a candidate that was removed before, only the reason is counted.
         """
         self.candidates.remove(candidate)
         self.count(reason)
@@ -156,7 +156,7 @@ def exact_only(found: LookupResult) -> LookupResult:
     """Return a look-up result with only those variants that may precede an exact capture: the ones exact to the bit.
 
     That is a variant of a lossless codec with an exact share of 1. Chunks without one keep an empty list. The argument
-    stays as it is. Raises nothing.
+    stays as it is.
     """
     exact = {
         name: [variant for variant in variants if variant.lossless and variant.exact_share >= 1.0]
@@ -176,7 +176,7 @@ def missing_of(candidate: Candidate, found: LookupResult) -> list[int]:
         found: what is stored of its segments.
 
     Raises ValueError if a variant has another number of values in `inter` than ids in its origin prefix; the store
-    returns no such variant. Raises IndexError if `fixed` has an index beyond the prompt.
+    returns no such variant.
     """
     plan = make_plan(Prompt(candidate.segments), found.variants, EXACT)
     return [index for index in candidate.fixed if plan.segments[index].variant is None]
@@ -227,7 +227,7 @@ class VariantMaker:
 
         Returns at once: the capture runs while the loop is idle, or with `NewVariants.when` "always" also beside
         answers. With "off" it does nothing; after `close` the candidate is counted as dropped. An error of a capture is
-        logged and counted. Raises nothing.
+        logged and counted.
 
         Args:
             prompt_tokens: tokens of the prompt.
@@ -242,7 +242,7 @@ class VariantMaker:
         self._begin()
 
     def forget(self, chunk_ids: Collection[str]) -> None:
-        """Drop the candidates with these chunks, because the chunks were removed; they are counted. Raises nothing.
+        """Drop the candidates with these chunks, because the chunks were removed; they are counted.
 
         The capture under way ends before its next layer, and is not waited for.
         """
@@ -257,7 +257,7 @@ class VariantMaker:
         """Drop all candidates, and ask the capture under way to stop before its next layer, without waiting for it.
 
         They are counted as dropped, that of the capture once it has ended; `busy` is False then. No capture begins any
-        more. Raises nothing.
+        more.
         """
         self._closed = True
         if self._running is not None:
@@ -266,7 +266,7 @@ class VariantMaker:
         self._wanted.count(Dropped.CLOSED, self._wanted.candidates.clear())
 
     def running(self, chunk_ids: Collection[str]) -> bool:
-        """Return True if a capture is under way and its prompt holds at least one of these chunks. Raises nothing."""
+        """Return True if a capture is under way and its prompt holds at least one of these chunks."""
         if self._running is None:
             return False
         return any(segment.segment_id in chunk_ids for segment in self._running.segments)

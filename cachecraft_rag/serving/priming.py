@@ -58,12 +58,6 @@ class PrimableEngine(Protocol):
 
         Raises:
             UnsupportedCallError: this engine captures texts only.
-            IndexError: `captures` is empty.
-            ForkError: called in a fork of the engine's process.
-            UnsupportedModelError: a layer of a model in this process does something that its survey did not show.
-            RuntimeError, MemoryError: the model has no memory or fails; over vLLM, RuntimeError also if the engine is
-                closed.
-            CancelledError: over vLLM, the engine was closed meanwhile; also vLLM's own exceptions.
         """
 
     def look_up(self, segments: Sequence[Segment], *, session: str | None = None) -> LookupResult:
@@ -84,9 +78,8 @@ class PrimableEngine(Protocol):
     def disk_space(self) -> DiskSpace:
         """Return the size, the limit and the codec of the store's folder, and the free space of its disk, in bytes.
 
-        Raises StoreError if the store is closed, or its folder or catalog cannot be read, and ForkError in a fork of
-        the process that opened the store. If a server has the store: ServerError if it does not answer or its reply is
-        malformed, and ConfigError or ContextLengthError if it refuses the request with status 400.
+        If a server has the store: ServerError if it does not answer or its reply is malformed, and ConfigError or
+        ContextLengthError if it refuses the request with status 400.
         """
 
 
@@ -109,18 +102,8 @@ class DocumentPrimer(Protocol):
                 it raises passes.
 
         Raises:
-            ContextLengthError: a chunk together with the instruction does not fit a pass, or a server finds it too
-                long.
             ConfigError: the instruction is private; `chunks` are no chunks; or a server refuses a text or cannot use
                 its store.
-            UnsupportedCallError: this is a `Primer`, and the chunk-caches are a server's.
-            StoreError: the store is closed.
-            ServerError: a server does not answer, asks for a key or fails, or its reply is malformed.
-            ForkError: this process is a fork of the one that opened the store.
-            UnsupportedModelError: a layer of a model in this process does something that its survey did not show.
-            RuntimeError, MemoryError: the model has no memory or fails; over vLLM, RuntimeError also if the engine is
-                closed.
-            CancelledError: over vLLM, the engine was closed meanwhile; also vLLM's own exceptions.
         """
 
     def missing(self, chunks: Sequence[Chunk]) -> dict[str, int]:
@@ -129,20 +112,11 @@ class DocumentPrimer(Protocol):
         Nothing is computed.
 
         Raises:
-            ContextLengthError: a chunk together with the instruction does not fit a pass, or a server finds it too
-                long.
             ConfigError: `chunks` are no chunks, or a server refuses a text or cannot use its store.
-            UnsupportedCallError: this is a `Primer`, and the chunk-caches are a server's.
-            StoreError: the store is closed.
-            ServerError: a server does not answer, asks for a key or fails, or its reply is malformed.
-            ForkError: this process is a fork of the one that opened the store.
         """
 
     def fits(self, chunk: Chunk) -> bool:
-        """Return True if a pass has room for the instruction and the chunk; otherwise the chunk cannot be primed.
-
-        Raises ContextLengthError if the instruction alone is longer than a pass.
-        """
+        """Return True if a pass has room for the instruction and the chunk; otherwise the chunk cannot be primed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,17 +190,9 @@ class Primer:
             captured: called after each pass with the number of its captures, which may be 0; what it raises passes.
 
         Raises:
-            ContextLengthError: the instruction and one of the chunks together have more tokens than the window, which
-                is at most the model's context; without chunks, the instruction alone has. Nothing is computed then.
             ConfigError: the instruction is private, so captures after it would belong to a session; or `chunks` are no
                 chunks.
             UnsupportedCallError: the chunk-caches are a server's; the engine's own `primer` primes there.
-            StoreError: the store is closed.
-            ForkError: this process is a fork of the one that opened the store.
-            UnsupportedModelError: a layer of a model in this process does something that its survey did not show.
-            RuntimeError, MemoryError: the model has no memory or fails; over vLLM, RuntimeError also if the engine is
-                closed.
-            CancelledError: over vLLM, the engine was closed meanwhile; also vLLM's own exceptions.
 
         Exceptions of the primer's `related` pass.
         """
@@ -248,12 +214,8 @@ class Primer:
         missing.
 
         Raises:
-            ContextLengthError: the instruction and one of the chunks together have more tokens than the window; without
-                chunks, the instruction alone has.
             ConfigError: `chunks` are no chunks.
             UnsupportedCallError: the chunk-caches are a server's; the engine's own `primer` asks there.
-            StoreError: the store is closed.
-            ForkError: this process is a fork of the one that opened the store.
 
         Exceptions of the primer's `related` pass.
         """
@@ -268,7 +230,7 @@ class Primer:
     def fits(self, chunk: Chunk) -> bool:
         """Return True if a pass has room for the instruction and the chunk; otherwise the chunk cannot be primed.
 
-        Nothing is computed. Raises ContextLengthError if the instruction alone is longer than a pass.
+        Nothing is computed.
         """
         return len(self.engine.prompts.chunk_segment(chunk).token_ids) <= self._room([])
 
@@ -284,16 +246,8 @@ class Primer:
             The number of captures that were stored, 0 to 2. Those that the store refuses are logged and not counted.
 
         Raises:
-            ContextLengthError: the instruction and the chunk together have more tokens than the window. Nothing is
-                computed then.
             ConfigError: the instruction is private, so captures after it would belong to a session.
             UnsupportedCallError: the chunk-caches are a server's.
-            StoreError: the store is closed.
-            ForkError: this process is a fork of the one that opened the store.
-            UnsupportedModelError: a layer of a model in this process does something that its survey did not show.
-            RuntimeError, MemoryError: the model has no memory or fails; over vLLM, RuntimeError also if the engine is
-                closed.
-            CancelledError: over vLLM, the engine was closed meanwhile; also vLLM's own exceptions.
         """
         self._require_shared()
         segment = self.engine.prompts.chunk_segment(chunk)
@@ -308,7 +262,7 @@ class Primer:
             )
 
     def _room(self, segments: Sequence[Segment]) -> int:
-        """Return the tokens that a pass has for chunks. Raises ContextLengthError if a segment does not fit."""
+        """Return the tokens that a pass has for chunks."""
         room = self._window - len(self.engine.prompts.system.token_ids)
         longest = max((len(segment.token_ids) for segment in segments), default=0)
         if longest > room:
@@ -432,12 +386,8 @@ def estimate_priming(primer: DocumentPrimer, texts: Texts) -> PrimingEstimate:
         texts: id and chunks of each document; variants that several documents share count once.
 
     Raises:
-        ContextLengthError: the instruction alone is longer than a pass, or a server finds a chunk too long.
         ConfigError: a server refuses a text, cannot use its store, or names a codec that is unknown here.
         UnsupportedCallError: `primer` is a `Primer` over a server's chunk-caches.
-        StoreError: the store is closed, or its folder or catalog cannot be read.
-        ServerError: a server has the store, and does not answer or fails.
-        ForkError: this process is a fork of the one that opened the store.
     """
     engine = primer.engine
     missing: dict[str, int] = {}
@@ -477,16 +427,8 @@ def prime_documents(
             captured; what it raises passes.
 
     Raises:
-        ContextLengthError: the instruction alone is longer than a pass, or a server finds a chunk too long.
         ConfigError: the instruction is private, or a server refuses a text or cannot use its store.
         UnsupportedCallError: this engine cannot prime, because its chunk-caches are a server's.
-        StoreError: the store is closed.
-        ServerError: a server does not answer, asks for a key or fails.
-        ForkError: this process is a fork of the one that opened the store.
-        UnsupportedModelError: a layer of a model in this process does something that its survey did not show.
-        RuntimeError, MemoryError: the model has no memory or fails; over vLLM, RuntimeError also if the engine is
-            closed.
-        CancelledError: over vLLM, the engine was closed meanwhile; also vLLM's own exceptions.
     """
     documents: list[tuple[str, list[Chunk]]] = []
     for name, chunks in texts:

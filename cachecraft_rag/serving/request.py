@@ -70,7 +70,7 @@ class SegmentReport:
 
 
 def segment_reports(plan: Plan, tiers: Mapping[str, TierName]) -> tuple[SegmentReport, ...]:
-    """Return a report of each segment of a plan, in order; () for a plan without segments. Raises nothing.
+    """Return a report of each segment of a plan, in order; () for a plan without segments.
 
     Args:
         plan: the plan, as it was made or carried out.
@@ -268,8 +268,7 @@ def stats_of(request: Request, progress: RequestProgress, layers: int) -> Reques
         progress: its progress; the sums are over what it holds by now.
         layers: number of layers of the model, at least 1.
 
-    Raises nothing for a prompt of an engine. Raises ZeroDivisionError for a prompt without tokens, or if `layers` is 0,
-    and AttributeError for more reports than the prompt has segments.
+    Raises nothing for a prompt of an engine.
     """
     reports = progress.segment_reports()
     lengths = [len(segment.token_ids) for segment in request.prompt.segments]

@@ -39,8 +39,7 @@ class SamplingParams:
     json_schema     JSON schema that the answer keeps to, also as a dict or a pydantic model; kept as JSON text. The
                     answer is whole unless it ends at `max_new_tokens`. Needs the extra "structured"
 
-    Raises ConfigError for a value of a wrong type or out of range, and for a `json_schema` that is not JSON of an
-    object. Whether answers can be kept to the schema is checked with the question.
+    Whether answers can be kept to the schema is checked with the question.
     """
 
     max_new_tokens: int = 128

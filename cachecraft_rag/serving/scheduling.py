@@ -32,7 +32,7 @@ def pays_to_join(
     """Return True if a pass saves more than it costs the `others`, which are `at` a later layer or the same.
 
     It runs alone up to their layer, while they wait, and from there on as one forward with them. False if it is past
-    their layer, if it saves just as much as it costs, and if `fixed_rows` is 0. Raises nothing.
+    their layer, if it saves just as much as it costs, and if `fixed_rows` is 0.
 
     Args:
         layer: the next layer of the pass.
@@ -72,8 +72,6 @@ def next_group(
         Indices of the passes that run their next layer now, ascending; and the indices of all that run together with
         the first pass, the first itself and those that wait at a later layer included. If the first pass is `joined`,
         all passes that are `joined` stay among them, also if `fixed_rows` is 0.
-
-    Raises IndexError without passes.
 
     >>> next_group([WaitingPass(0, 20.0), WaitingPass(0, 9.0), WaitingPass(0, 500.0)], layers=4, fixed_rows=30.0)
     ([0, 1], {0, 1})

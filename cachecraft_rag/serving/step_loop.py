@@ -149,8 +149,7 @@ class StepLoop:
         """Begin some work and return at once; its result and its error go to `LoopTask.ended`, in the loop's thread.
 
         Starts the thread if it does not run. After `close`, work of `Priority.IDLE` is given up while the thread still
-        finishes earlier work. Raises RuntimeError if the system has no room for a thread; the work then begins with the
-        next thread that this loop starts.
+        finishes earlier work.
         """
         self._send(partial(self._begin, task))
 
@@ -164,8 +163,7 @@ class StepLoop:
             priority: the order among other work.
 
         Returns the result; None if the work was given up: by the interpreter's exit, unless it is a job, or by `close`,
-        if it is work in idle time. Raises any error of the work, and RuntimeError if the system has no room for a
-        thread. Never returns if it is called in the loop's own thread.
+        if it is work in idle time. Never returns if it is called in the loop's own thread.
         """
         results: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
         handle = Handle()
@@ -190,8 +188,7 @@ class StepLoop:
     def call(self, function: Callable[[], T]) -> T:
         """Call a function in the loop's thread, between two steps; wait, and return its result or raise its error.
 
-        In the loop's own thread it is called at once, and without a running thread in the caller's. Raises what the
-        function raises, and RuntimeError if the thread has ended meanwhile and the system has no room for another.
+        In the loop's own thread it is called at once, and without a running thread in the caller's.
         """
         if threading.current_thread() is self._thread:
             return function()
@@ -246,7 +243,7 @@ class StepLoop:
             holds: the condition; must be quick, and must not raise.
             timeout: longest wait in seconds; None: no limit.
 
-        Returns True once it holds, False after `timeout`. Raises RuntimeError if the system has no room for a thread.
+        Returns True once it holds, False after `timeout`.
         """
         event = threading.Event()
         try:
@@ -258,8 +255,7 @@ class StepLoop:
     def wait_for_given_up(self) -> None:
         """Wait until work that was given up before this call has ended, such as answers that their readers closed.
 
-        Returns at once if the loop's thread does not run, and in that thread itself. Raises nothing, except
-        RuntimeError if the thread has ended meanwhile and the system has no room for another.
+        Returns at once if the loop's thread does not run, and in that thread itself.
         """
         if self.alive and threading.current_thread() is not self._thread:
             self.wait_until(lambda: not any(task.given_up for task in self._tasks))
@@ -267,14 +263,14 @@ class StepLoop:
     def under_way(self, priority: Priority) -> bool:
         """Return True if work of a priority is under way; exact in the loop's thread, elsewhere a moment old.
 
-        Work that was handed over and not taken up by the loop yet does not count. Raises nothing.
+        Work that was handed over and not taken up by the loop yet does not count.
         """
         return any(task.priority is priority for task in self._tasks)
 
     def would_join(self, rows: Sequence[int] | NDArray[np.int64]) -> bool:
         """Return True if a new prefill pays beside those that run; False if none of them is before a layer.
 
-        For the loop's thread only. Raises nothing.
+        For the loop's thread only.
 
         Args:
             rows: positions of the prefill's rows, `[rows]`.

@@ -118,7 +118,7 @@ class Reader(Handle, Iterator[str]):
         """Give up the answer; an answer that was not begun never begins. Takes no lock; for any thread.
 
         From then on there is no further piece, and a thread that waits for one gets StopIteration. A second call does
-        nothing. Raises nothing.
+        nothing.
         """
         if not self.closed:
             self.closed = True
@@ -129,9 +129,7 @@ class Reader(Handle, Iterator[str]):
         """Wait in an event loop until the next piece has arrived, or the answer has ended; for one task at a time.
 
         Takes no piece, but `__next__` then need not wait. Begins the answer, if nothing was read before. Returns at
-        once after `close`. Raises ForkError in a fork of the engine's process, RuntimeError if the system has no room
-        for the loop's thread, and CancelledError if the task is cancelled; errors of the answer are raised by
-        `__next__`.
+        once after `close`.
         """
         if not self.closed:
             self._start()

@@ -82,8 +82,7 @@ class BackgroundWriter:
 
         A drop is counted and logged, not raised. Its reasons: `shut_down` was called, the queue has no room, the scores
         are flawed, the capture is too large or cannot be encoded, memory is too short to encode it, the future was
-        cancelled, or `DurableVariants.write` refused it or failed. Raises StoreError if the tensor does not have its
-        layout, has no token, is not contiguous or is not on the CPU.
+        cancelled, or `DurableVariants.write` refused it or failed.
         """
         variant = self._variant_of(capture)
         ticket = next(self._tickets)
@@ -375,7 +374,7 @@ def _closed(variant: Variant) -> Unavailable:
 def log_mistake(future: Future[T]) -> None:
     """Log the exception of a background job as an error: it is a bug, and no caller may look at the future.
 
-    Waits for a future that is not done. Does nothing for a result or a cancelled future. Raises nothing.
+    Waits for a future that is not done. Does nothing for a result or a cancelled future.
     """
     if not future.cancelled() and (error := future.exception()) is not None:
         logger.error("A background job failed", exc_info=error)
@@ -384,8 +383,7 @@ def log_mistake(future: Future[T]) -> None:
 def variant_of(capture: Capture, *, codec: str, created: float) -> Variant:
     """Return the variant that the catalog will list, without any use, and with `inter` rounded to float32.
 
-    `codec` is the name of its codec, and `created` is the time of the capture in seconds since 1970. Raises StoreError
-    if the tensor does not have its layout, has no token, is not contiguous or is not on the CPU.
+    `codec` is the name of its codec, and `created` is the time of the capture in seconds since 1970.
     """
     kv = capture.kv
     layout = capture.layout

@@ -70,10 +70,7 @@ class ChunkCacheStore(Closeable):
     """
 
     def __init__(self, root: Path, config: StoreConfig) -> None:
-        """Use `open`.
-
-        Raises StoreError if the folder or its catalog cannot be used, and ConfigError if the remote cannot be used.
-        """
+        """Use `open`."""
         self.root = root
         self._home = HomeProcess("chunk-cache store")
         self._memory = Memory(
@@ -139,7 +136,6 @@ class ChunkCacheStore(Closeable):
             is opened all the same, with a warning and without these changes, see `read_only`.
 
         Raises:
-            StoreError: the folder or its catalog cannot be used, or it is of another version and cannot be written.
             ConfigError: `root` is no path, `config` is no `StoreConfig`, a setting is unknown or invalid, the URL or
                 the keys of the remote cannot be used, or a package that the codec or the remote needs is not installed.
         """
@@ -176,13 +172,6 @@ class ChunkCacheStore(Closeable):
             fingerprint: identity of the model.
             chunk_ids: ids of the chunks.
             session: session whose private variants are found too; None: shared variants only.
-
-        Raises:
-            StoreError: the store is closed.
-            ForkError: this process is a fork of the one that opened the store.
-            ConfigError: `namespace` or `session` is not text, or not valid Unicode.
-            ValueError: `fingerprint` holds half a surrogate pair (UnicodeEncodeError).
-            TypeError, AttributeError: `chunk_ids` is no list of texts; not every other type is noticed.
         """
         return self.find(namespace, fingerprint, chunk_ids, session=session).variants
 
@@ -215,12 +204,7 @@ class ChunkCacheStore(Closeable):
             why a row was refused. `remote` is the outcome of the look-up in a remote, or None if no remote was asked.
 
         Raises:
-            StoreError: the store is closed. A catalog that cannot be read is logged and raises nothing.
-            ForkError: this process is a fork of the one that opened the store.
-            ConfigError: `namespace` or `session` is not text, or not valid Unicode.
-            ValueError: `fingerprint` holds half a surrogate pair (UnicodeEncodeError).
             KeyError: a row was found of a chunk that `bounds` does not know.
-            TypeError, AttributeError: `chunk_ids` is no list of texts; not every other type is noticed.
         """
         self._check_open()
         check_text("namespace", namespace)
@@ -328,9 +312,6 @@ class ChunkCacheStore(Closeable):
         Scores have `inter` None where none were stored, they are damaged, or the variant is unknown; and for all
         variants, with a warning, if the catalog cannot be read or the folder is gone. Those of a variant on the remote
         are known only if this process has seen its row in a look-up.
-
-        Raises StoreError if the store is closed, ForkError in a fork of the process that opened it, and TypeError for
-        an id that JSON cannot hold, such as bytes.
         """
         known: dict[str, TokenScores] = self._asked(
             "No token scores", lambda catalog: catalog.token_scores(variant_ids), instead={}
@@ -351,9 +332,6 @@ class ChunkCacheStore(Closeable):
         `names` are digests of the texts, see `prompt.unmarked.candidates_of`. A repeated name in `names` counts as seen
         before. The newest 65,536 names are remembered. Does nothing and returns an empty set if the folder cannot be
         written or is gone, or the catalog cannot be used. The latter two are logged.
-
-        Raises StoreError if the store is closed, ForkError in a fork of the process that opened it, and ValueError
-        (UnicodeEncodeError) for a name with half a surrogate pair.
         """
         self._check_open()
         if self._durable.read_only:
@@ -380,9 +358,6 @@ class ChunkCacheStore(Closeable):
             fingerprint: identity of the model.
             marks: the marks are the keys; the values are not used.
             session: session whose private texts are found too; None: shared texts only.
-
-        Raises StoreError if the store is closed, ForkError in a fork of the process that opened it, ValueError
-        (UnicodeEncodeError) for a text with half a surrogate pair, and TypeError for marks that JSON cannot hold.
         """
         return self._asked(
             "No text is recognised",
@@ -405,8 +380,7 @@ class ChunkCacheStore(Closeable):
         """Call `open_variant` for each variant; return the results in the same order, [] without variants.
 
         The transfers of those on the remote that are not in memory all begin first, so they run concurrently. Each
-        `StoredVariant` of the result must be closed, see `open_variant`. Raises StoreError if the store is closed, and
-        ForkError in a fork of the process that opened it; a variant that cannot be served raises nothing.
+        `StoredVariant` of the result must be closed, see `open_variant`.
         """
         self._check_open()
         streams: dict[str, RemoteStream | Unavailable] = {}
@@ -430,9 +404,6 @@ class ChunkCacheStore(Closeable):
             variant: a variant from a look-up.
             stream: the payload, if its transfer from the remote has already begun; or the reason why it cannot begin.
                 A stream is closed if it is not needed. None: a transfer begins if it is needed.
-
-        Raises StoreError if the store is closed, and ForkError in a fork of the process that opened it; a variant that
-        cannot be served raises nothing.
         """
         self._check_open()
         # Memory identifies a variant by its id only; a file carries the full identity.
@@ -467,7 +438,7 @@ class ChunkCacheStore(Closeable):
         """Return a capture `[layers, 2, tokens, kv_heads, head_dim]` in main memory; one on a CPU is returned itself.
 
         The copy of one on a GPU is page-locked if it fits the host tier and the system grants such memory. Nothing is
-        stored. Also possible after `close`. Raises torch's RuntimeError if memory is short.
+        stored. Also possible after `close`.
         """
         from cachecraft_rag.kernels.memory import to_host  # it imports torch
 
@@ -494,7 +465,7 @@ class ChunkCacheStore(Closeable):
     def keeps(self, stored: StoredVariant) -> bool:
         """Return True if main memory would keep this variant, that is, if its tensor fits the host tier's whole budget.
 
-        Otherwise the loader may release it once it is placed. False if its tensor is not allocated. Raises nothing.
+        Otherwise the loader may release it once it is placed. False if its tensor is not allocated.
         """
         return stored.kv is not None and self._memory.host.admits(stored.kv.nbytes)
 
@@ -531,8 +502,7 @@ class ChunkCacheStore(Closeable):
         """Return the whole tensor from memory, disk or remote, or the reason why it cannot be served.
 
         Waits for the disk or the remote. A tensor that was read is verified and kept, see `keep`; one that cannot be
-        read is passed to `lost`. Raises StoreError if the store is closed, and ForkError in a fork of the process that
-        opened it; a variant that cannot be read raises nothing.
+        read is passed to `lost`.
         """
         stored = self.open_variant(variant)
         if not isinstance(stored, StoredVariant):
@@ -551,8 +521,7 @@ class ChunkCacheStore(Closeable):
         """Run a job on one of the reading threads; return True, or False if the job is dropped.
 
         After `close` the job is dropped. False also if the system has no room for a thread; another reading thread may
-        then still run the job. An exception of the job is logged as an error, not raised. Raises ForkError in a forked
-        process.
+        then still run the job. An exception of the job is logged as an error, not raised.
         """
         self._home.require()
         try:
@@ -574,29 +543,22 @@ class ChunkCacheStore(Closeable):
             capture that still waits.
 
         Raises:
-            StoreError: the tensor does not have its layout, has no token, is not contiguous or is not on the CPU, which
-                is a bug of the caller.
             ConfigError: `capture` is no `Capture`.
-            ForkError: this process is a fork of the one that opened the store.
         """
         self._home.require()
         check_kind("capture", capture, Capture)
         return self._writer.put(capture)
 
     def count_drop(self, chunk_id: str, code: CaptureDrop, reason: str) -> None:
-        """Count and log a capture that was dropped before `put`; the first drop with this `code` is a warning.
-
-        Raises nothing, also after `close`.
-        """
+        """Count and log a capture that was dropped before `put`; the first drop with this `code` is a warning."""
         self._writer.count_drop(chunk_id, code, reason)
 
     def used(self, variant_id: str, recomputed: float, tokens: int) -> None:
         """Record a use, which raises the eviction score in memory and catalog; a variant that is gone is passed over.
 
-        `recomputed` is the share of the chunk that was recomputed, from 0 to 1, and `tokens` is the chunk's number
-        of tokens; see `eviction.Use.of` for values out of range. Uses are written in batches in the background; a
-        failure is logged, and the next batch tries again. After `close` nothing is written. Raises ZeroDivisionError
-        for 0 `tokens`, ForkError in a forked process.
+        `recomputed` is the share of the chunk that was recomputed, from 0 to 1, and `tokens` is the chunk's number of
+        tokens; see `eviction.Use.of` for values out of range. Uses are written in batches in the background; a failure
+        is logged, and the next batch tries again. After `close` nothing is written.
         """
         self._home.require()
         use = Use.of(recomputed, tokens)
@@ -665,9 +627,7 @@ class ChunkCacheStore(Closeable):
             limit: most rows of the page.
 
         Raises:
-            StoreError: the store is closed, its folder is gone, or its catalog cannot be read.
             ConfigError: `offset` is negative, `limit` is below 1, or `chosen` is no `RowFilter`.
-            ForkError: this process is a fork of the one that opened the store.
         """
         check_kind("chosen", chosen, RowFilter, optional=True)
         check_whole("offset", offset)
@@ -697,9 +657,6 @@ class ChunkCacheStore(Closeable):
         Raises:
             ConfigError: `down_to_bytes` is negative, `chosen` is no `RowFilter`, or there is neither `down_to_bytes`
                 nor a filter that chooses by something.
-            StoreError: the store is closed, its folder is gone, or its catalog cannot be read or written, also if no
-                variant is chosen.
-            ForkError: this process is a fork of the one that opened the store.
 
         Exceptions of the functions in `before_removal` pass.
         """
@@ -739,9 +696,6 @@ class ChunkCacheStore(Closeable):
 
         Raises:
             ConfigError: a chunk id is no text or holds a NUL, or `namespace` is no text.
-            StoreError: the store is closed, its folder is gone, or its catalog cannot be read or written. Some variants
-                may be removed then; call it again.
-            ForkError: this process is a fork of the one that opened the store.
 
         Exceptions of the functions in `before_removal` pass.
         """
@@ -771,10 +725,6 @@ class ChunkCacheStore(Closeable):
         Args:
             chunk_ids: ids of the chunks; () only returns the removed ones. Ids that were not removed are ignored.
             namespace: the tenant; None: all.
-
-        Raises StoreError if the store is closed, its folder is gone, or its catalog cannot be read or, with ids, be
-        written; ConfigError for a chunk id that is no text or holds a NUL; and ForkError in a fork of the process that
-        opened the store.
         """
         names = RowFilter(namespace=namespace, chunk_ids=tuple(chunk_ids)).chunk_ids
         self._require_folder()
@@ -799,12 +749,6 @@ class ChunkCacheStore(Closeable):
         Returns:
             The report; without flaws its `findings` are empty. They include flaws that were repaired. Files that cannot
             be deleted are logged.
-
-        Raises:
-            StoreError: the store is closed; the folder is gone; the catalog cannot be read, or with `repair` not be
-                written; another process keeps it locked; the system refuses to look at a file; or `progress` raised
-                OSError. Other exceptions of `progress` pass.
-            ForkError: this process is a fork of the one that opened the store.
         """
         self._require_folder()
         try:
@@ -837,7 +781,7 @@ class ChunkCacheStore(Closeable):
 
         Waits without limit for what is being written, and for jobs of the reading threads. Then captures that wait to
         be sent to the remote have `RemoteConfig.close_timeout_s` seconds; later ones are dropped. What cannot be
-        written is dropped and logged. In a forked process it does nothing. Raises nothing.
+        written is dropped and logged. In a forked process it does nothing.
         """
         # a fork has no waiting captures, and the files belong to its parent
         if not self._home.here:

@@ -60,7 +60,7 @@ class StoreConfig:
     remote: RemoteConfig | str | None = None
 
     def __post_init__(self) -> None:
-        """Check the ranges, the codec and the remote's URL; a URL becomes a `RemoteConfig`. Raises ConfigError."""
+        """Check the ranges, the codec and the remote's URL; a URL becomes a `RemoteConfig`."""
         for name in DEFAULT_LIMITS:
             check_whole(name, getattr(self, name), least=1, optional=True)
         check_whole("queue_bytes", self.queue_bytes, least=1)

@@ -59,7 +59,7 @@ _CODES = {
 
 
 def failure_of(error: sqlite3.Error) -> Failure:
-    """Return the kind of an error of SQLite; `OTHER` also for one without a code. Raises nothing."""
+    """Return the kind of an error of SQLite; `OTHER` also for one without a code."""
     # the primary code; the upper bits refine it
     code = getattr(error, "sqlite_errorcode", 0) & 0xFF
     if "Could not decode" in str(error):  # of Python's module: a text is no UTF-8
@@ -68,7 +68,7 @@ def failure_of(error: sqlite3.Error) -> Failure:
 
 
 def locked_by(path: Path) -> str:
-    """Return a phrase that says which process locks a SQLite file, as far as the system tells. Raises nothing."""
+    """Return a phrase that says which process locks a SQLite file, as far as the system tells."""
     inodes = set()
     for file in (path, path.with_name(f"{path.name}-shm")):
         with suppress(OSError):
@@ -121,11 +121,7 @@ class Database:
     """
 
     def __init__(self, path: Path, *, kind: Kind, busy_timeout_s: float) -> None:
-        """Open or create it and update its schema; one that this user cannot change is opened as it is.
-
-        Raises the kind's error (`Kind.error`, `Kind.other_version` or `Kind.disk_full`), and OSError if its folder
-        cannot be made or the system refuses to look at its journal.
-        """
+        """Open or create it and update its schema; one that this user cannot change is opened as it is."""
         self.path = path
         self.read_only = os.path.isfile(path) and not can_be_written(path)
         if not self.read_only:
@@ -203,10 +199,7 @@ class Database:
 
     @property
     def must_be_compacted(self) -> bool:
-        """True if content was removed, by any process, and `compact` has not succeeded since; False if read-only.
-
-        Raises the kind's error if the file cannot be read or is closed.
-        """
+        """True if content was removed, by any process, and `compact` has not succeeded since; False if read-only."""
         with self.reading() as connection:
             return not self.read_only and _removal_note(connection) != 0
 
@@ -215,7 +208,7 @@ class Database:
 
         SQLite overwrites a removed row, but no earlier copies of it that moved within a page. Takes time and room on
         the disk in proportion to the file. If it cannot be done now, logs a warning; the next call tries again, in any
-        process. Raises the kind's error if the file cannot be read or is closed.
+        process.
         """
         if not self.must_be_compacted:
             return
@@ -253,8 +246,7 @@ class Database:
         """Move the journal into the file and empty it: pages in it still hold removed rows.
 
         Returns False if another reader or writer is still using the journal; it is emptied by the next call, or when
-        the last process closes the file. Does nothing for a read-only file, and on a full disk. Raises the kind's error
-        if the file cannot be written or is closed.
+        the last process closes the file. Does nothing for a read-only file, and on a full disk.
         """
         if self.read_only:
             return True
@@ -323,10 +315,8 @@ class Database:
     def problems(self) -> list[str]:
         """Return at most 100 findings of SQLite's `PRAGMA quick_check` as sentences; [] when all is well.
 
-        It reads the whole file, but does not compare indexes with their tables. Raises the kind's error (StoreError for
-        the catalog, IndexStoreError for the index) if the file cannot be read or is so damaged that the check cannot
-        run. After `close` it opens the file once more for the check, and raises the kind's error only if the disk was
-        full until then.
+        It reads the whole file, but does not compare indexes with their tables. After `close` it opens the file once
+        more for the check, and raises the kind's error only if the disk was full until then.
         """
         with self._errors():
             self._reopen()
@@ -604,8 +594,7 @@ def connect_read_only(path: Path, *, timeout_s: float) -> sqlite3.Connection:
 
     If SQLite's helper files exist or can be made, changes by other processes are seen, and `timeout_s` is the longest
     wait for a lock, in seconds. Otherwise no process has the file open, and it is read without helper files and locks.
-    Raises sqlite3.Error if the file is missing, is no database or cannot be read, or if it stays locked; without helper
-    files only the first query may raise it. Raises OSError if the system refuses to look at its journal.
+    Raises OSError if the system refuses to look at its journal.
     """
     place = path.absolute().as_uri()
     connect = partial(
@@ -638,12 +627,7 @@ def can_be_written(path: Path) -> bool:
 
 
 def fetched(connection: sqlite3.Connection, query: str, parameters: Parameters) -> list[Any]:
-    """Return all rows of a query, one tuple each, [] without rows.
-
-    Bytes of a text that are not UTF-8 become half surrogate pairs; an error would hide the other rows. Raises
-    sqlite3.Error if the query fails, ValueError (UnicodeEncodeError) if a parameter holds half a surrogate pair, and
-    OverflowError if one is a whole number of more than 63 bits.
-    """
+    """Return all rows of a query, one tuple each, [] without rows."""
     try:
         return connection.execute(query, parameters).fetchall()
     except sqlite3.OperationalError as error:

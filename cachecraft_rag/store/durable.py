@@ -106,13 +106,8 @@ class Caches(Protocol):
         `ServerCaches.evict`.
 
         Raises:
-            StoreError: the store is closed, its folder is gone, or its catalog cannot be read or written.
-            ForkError: the store was opened in the process of which this one is a fork.
-            ServerError: no server answers, it fails or asks for a key, its reply is malformed, or its engine is
-                closed.
             ConfigError: a store is asked with no filter, or one without any choice; or a server refuses the request
                 with status 400.
-            ContextLengthError: a server refuses the request with status 400, and its message names a context.
             UnsupportedCallError: a server is asked with no filter, or with one that has more than chunk ids.
         """
 
@@ -125,7 +120,7 @@ class Caches(Protocol):
     def readmit_chunks(self, chunk_ids: Sequence[str]) -> frozenset[str]:
         """Let chunk-caches of these chunks be stored again; return the ids of the chunks that stay removed.
 
-        Without ids it only returns these. Raises the same as `evict`.
+        Without ids it only returns these.
         """
 
 
@@ -149,8 +144,7 @@ class DurableVariants:
     ) -> None:
         """Open the folder, remove files left by killed writers, and apply the limits.
 
-        `limits` are stored with the folder; other limits keep their stored values, by default `defaults`. Raises
-        StoreError if the folder or its catalog cannot be used.
+        `limits` are stored with the folder; other limits keep their stored values, by default `defaults`.
         """
         self._on_removed = on_removed
         self._busy_timeout_s = busy_timeout_s
@@ -191,7 +185,7 @@ class DurableVariants:
             raise
 
     def close(self) -> None:
-        """Close the catalog and give up this process's lock file; a second call does nothing. Raises nothing.
+        """Close the catalog and give up this process's lock file; a second call does nothing.
 
         A lock file that cannot be deleted stays until the folder is opened again.
         """
@@ -297,7 +291,7 @@ class DurableVariants:
 
         Does nothing if the row was evicted or replaced after the look-up, if another thread has removed it, if the
         store is read-only, or if its folder is gone. Counts as an eviction with the reason `DAMAGED`, and calls
-        `on_removed`. Raises StoreError if the catalog cannot be changed.
+        `on_removed`.
         """
         if self.read_only or self.gone():
             return
@@ -315,8 +309,8 @@ class DurableVariants:
         variant.
 
         Returns the number of rows that were removed and the bytes of their files, both 0 if none was. A file that
-        cannot be deleted counts too, with a warning. Raises StoreError if the catalog cannot be read or changed, also
-        if no row is chosen. On a full disk the files are deleted and counted, and their rows stay as misses.
+        cannot be deleted counts too, with a warning. On a full disk the files are deleted and counted, and their rows
+        stay as misses.
         """
         files = self.catalog.chosen(chosen, down_to_bytes=down_to_bytes)
         gone = self._evict(files, EvictionReason.ADMINISTRATOR, forget=chosen.chunk_ids or ())
@@ -333,8 +327,7 @@ class DurableVariants:
         files are deleted first, which makes room for the note. The folder of an older version's chunk-caches, where no
         catalog says what shaped them, is deleted, and the texts of audits are.
 
-        Returns the rows that were there. Raises StoreError if the catalog cannot be read or changed, or if a file
-        cannot be deleted so that a power cut does not bring it back; call it again.
+        Returns the rows that were there.
         """
         found: list[Listed | DamagedRow] = []
         try:
@@ -367,7 +360,7 @@ class DurableVariants:
     def _evict(
         self, files: list[FileRef], why: EvictionReason, *, forget: Sequence[str] = ()
     ) -> list[FileRef]:
-        """Remove rows, then their files; on a full disk the files first. Raises StoreError."""
+        """Remove rows, then their files; on a full disk the files first."""
         try:
             return self._remove(files, why, forget=forget)
         except DiskFullError:
@@ -389,7 +382,7 @@ class DurableVariants:
     def _remove(
         self, files: list[FileRef], why: EvictionReason, *, forget: Sequence[str] = ()
     ) -> list[FileRef]:
-        """Remove rows, then their files. Raises StoreError.
+        """Remove rows, then their files.
 
         After Ctrl-C in between, the next `finish_interrupted` deletes the files.
         """
@@ -411,8 +404,7 @@ class DurableVariants:
     def finish_interrupted(self) -> None:
         """Delete files whose rows were removed just before Ctrl-C; they would take up room.
 
-        Files that still have a row stay. Does nothing if no removal was interrupted. Raises StoreError if the catalog
-        cannot be read; then nothing is deleted, and a later call tries again.
+        Files that still have a row stay. Does nothing if no removal was interrupted.
         """
         files = list(self._interrupted)
         without_row = [file for file in files if not self.catalog.holds(file)]
@@ -493,9 +485,7 @@ class DurableVariants:
     def check(self, *, repair: bool, progress: Callable[[Progress], None] | None) -> CheckReport:
         """Compare rows and files and read every byte; with `repair` fix flaws. See `ChunkCacheStore.check`.
 
-        Returns the report, with flaws that were repaired too. Raises StoreError if the catalog cannot be read, stays
-        locked by another process, or with `repair` cannot be changed; OSError if the system refuses to look at a file
-        or at a writer's lock; and what `progress` raises.
+        Returns the report, with flaws that were repaired too.
         """
         if repair and self.read_only:
             raise StoreError(
@@ -663,7 +653,7 @@ def _identity(path: Path) -> tuple[int, int]:
 
 
 def _remove_folder(folder: Path) -> None:
-    """Delete a folder, if it exists, and sync its parent. Raises OSError."""
+    """Delete a folder, if it exists, and sync its parent."""
     if folder.exists():
         shutil.rmtree(folder)
         sync_folder(folder.parent)

@@ -37,7 +37,7 @@ class Use(NamedTuple):
         """Return one use of a chunk of `tokens` tokens, of which the fraction `recomputed` was computed again.
 
         A share below 0 counts as 0, one above 1 or NaN counts as 1, because SQLite refuses NaN. For `frequency` it
-        counts as at least 1 / `tokens`. Raises ZeroDivisionError for 0 tokens.
+        counts as at least 1 / `tokens`.
         """
         share = max(recomputed, 0.0) if recomputed <= 1.0 else 1.0
         return cls(1.0 / max(share, 1.0 / tokens), 1.0 - share)

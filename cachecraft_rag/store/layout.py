@@ -220,9 +220,7 @@ def encode(variant: Variant, layout: KVLayout, kv: torch.Tensor) -> Encoded:
     `kv` must have the layout and the tokens of `variant`, which is not checked. Raw blocks share its memory.
 
     Raises:
-        ConfigError: the codec is unknown or not installed.
         ValueError: the codec cannot encode the values (infinities, NaN).
-        RuntimeError: of torch, if there is no memory or `kv` is not contiguous.
 
     Without a layer or a token it raises ValueError, ZeroDivisionError or IndexError, depending on the codec.
     """
@@ -244,10 +242,7 @@ def encode(variant: Variant, layout: KVLayout, kv: torch.Tensor) -> Encoded:
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
-    """Return the bytes of a contiguous CPU tensor of any shape as a flat, writable view: they share its memory.
-
-    Raises torch's RuntimeError if the tensor is not contiguous.
-    """
+    """Return the bytes of a contiguous CPU tensor of any shape as a flat, writable view: they share its memory."""
     import torch
 
     array: np.ndarray = tensor.view(-1).view(torch.uint8).numpy()
@@ -317,8 +312,6 @@ class StoredVariant:
         Raises:
             ValueError: the header is damaged or of another variant, or the file is larger than the variant's model
                 writes; the message says which.
-            ConfigError: the codec is unknown or not installed.
-            OSError: the bytes cannot be read, or the tensor would be far larger than them and no model vouches for it.
         """
         self._codec = codec_named(variant.codec)
         layout = variant.payload.layout
@@ -353,10 +346,7 @@ class StoredVariant:
         self.token_bytes = (needed - self._begin) / header.tokens
 
     def allocate(self, *, pinned: bool = False) -> None:
-        """Allocate `kv` in main memory, uninitialised, page-locked if `pinned`; a second call replaces it.
-
-        Raises MemoryError if there is no room for it, or if the system grants no page-locked memory.
-        """
+        """Allocate `kv` in main memory, uninitialised, page-locked if `pinned`; a second call replaces it."""
         import torch
 
         from cachecraft_rag.kernels.memory import empty
@@ -370,10 +360,7 @@ class StoredVariant:
         self.kv = None
 
     def own(self, layer: int, start: int, stop: int) -> torch.Tensor:
-        """Return a range of tokens of a layer of `kv`, `[2, stop - start, kv_heads, head_dim]`: a view, no copy.
-
-        Raises AssertionError before `allocate` and after `release`.
-        """
+        """Return a range of tokens of a layer of `kv`, `[2, stop - start, kv_heads, head_dim]`: a view, no copy."""
         assert self.kv is not None, "it was allocated, and is not released"
         return self.kv[layer, :, start:stop]
 
@@ -381,7 +368,7 @@ class StoredVariant:
         """Return an uninitialised tensor `[2, tokens, kv_heads, head_dim]` for `read`, in the dtype of `kv`.
 
         It is in the memory of `old`, an earlier result, if that has this dtype and is large enough; otherwise, and with
-        `old` None, in new memory. Raises MemoryError if there is no room for that.
+        `old` None, in new memory.
         """
         import torch
 
@@ -408,12 +395,8 @@ class StoredVariant:
             out: tensor to fill instead, contiguous, `[2, stop - start, kv_heads, head_dim]`; None: `kv`.
 
         Raises:
-            OSError: the bytes cannot be read, also after `close`, or the layers of a `sequential` one are not read in
-                order.
             ValueError: the bytes are damaged, or are not those that were signed; or, if the look-up named the model's
                 layout, they hold infinities, NaN, or numbers beyond 1e9.
-            RuntimeError, MemoryError: of torch and NumPy, if memory is short.
-            AssertionError: there is neither `out` nor an allocated `kv`.
 
         After an error no value of the range may be used.
         """
@@ -497,8 +480,7 @@ def unreadable(variant_id: str, error: Exception) -> Unavailable:
     """Return the miss for an exception of `StoredVariant`.
 
     For ValueError, which means damage, it is a `Damaged`, and the file is of no more use. Any other exception is one of
-    the system, and reading may succeed later: the code is `NO_MEMORY` for MemoryError, otherwise `UNREADABLE`. Raises
-    nothing.
+    the system, and reading may succeed later: the code is `NO_MEMORY` for MemoryError, otherwise `UNREADABLE`.
     """
     if isinstance(error, ValueError):
         return Damaged(variant_id, LoadFailure.DAMAGED, str(error))

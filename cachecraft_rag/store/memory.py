@@ -105,7 +105,7 @@ class MemoryTier:
 
         Nothing changes then. Otherwise it returns True: an older tensor of the same variant is replaced, and others
         leave if there is no room; these are counted in `evicted` and passed to `on_leave`. The caller must not write to
-        `kv` again. Raises what `on_leave` raises, after `kv` is held.
+        `kv` again.
         """
         held = _Held(variant, kv, kv.nbytes, _uses(variant))
         if not self.admits(held.nbytes):
@@ -225,8 +225,7 @@ class Memory:
 
         Does nothing if the device tier has a budget of 0 or holds the tensor already, or if `held` is not of the host
         tier. A copy that exceeds the device's budget alone is made but not kept. Tensors that leave the device for it
-        are copied to the host tier. Raises torch's RuntimeError if the device or main memory has no room, and
-        AssertionError if torch was built without this device.
+        are copied to the host tier.
         """
         if self.device.budget_bytes and held.tier == "host" and variant not in self.device:
             self.device.add(variant, held.kv.to(self._place))

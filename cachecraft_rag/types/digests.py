@@ -23,9 +23,6 @@ def digest(*parts: str) -> str:
 
 
 def digest_of_tokens(token_ids: Sequence[int]) -> str:
-    """Return the 128-bit blake2b of token ids in their order, as 32 hex digits; an empty sequence has a digest too.
-
-    Raises struct.error for an id that is not a whole number, is not below 2**63 or is below -2**63.
-    """
+    """Return the 128-bit blake2b of token ids in their order, as 32 hex digits; an empty sequence has a digest too."""
     packed = struct.pack(f"<{len(token_ids)}q", *token_ids)
     return hashlib.blake2b(packed, digest_size=16).hexdigest()

@@ -238,8 +238,6 @@ class Drift:
             rows: rotated keys and values of the pass's rows, each `[rows, kv_heads, head_dim]`.
             turns: cos and sin of all positions, each `[positions, rotary_dim]`.
             strength: fraction of the mean change by which stale tokens are moved.
-
-        Raises MemoryError or torch's RuntimeError without memory.
         """
         keys, values = (row_tensor.contiguous() for row_tensor in rows)
         call = _move(merged, *turns)
@@ -331,8 +329,7 @@ def attend(
     """Compute `attention.attention` by the compiled kernel: `[rows, heads, head_dim]`, arguments as there.
 
     Only the sinks are checked, and the kernel reads by address: `attends` and `library.kernels_for` must accept the
-    tensors, and positions must be below the number of keys. A row that sees no key gets NaN. Raises ValueError for a
-    wrong number of sinks, and MemoryError or torch's RuntimeError without memory.
+    tensors, and positions must be below the number of keys. A row that sees no key gets NaN.
     """
     out = torch.empty(q.shape, dtype=q.dtype)
     call = _attention(run, q, k, visible, scale=scale, softcap=softcap, sinks=sinks)
@@ -358,8 +355,7 @@ def mass(
     """Compute `attention_mass.attention_mass` by the compiled kernel; arguments and result as there.
 
     Only the sinks are checked; otherwise the tensors must be as `attend` needs them. A row that sees no key gets NaN,
-    and keys up to it may receive NaN. Raises ValueError for a wrong number of sinks, and MemoryError or torch's
-    RuntimeError without memory.
+    and keys up to it may receive NaN.
     """
     by_segment = torch.empty(len(q), len(bounds) - 1, dtype=torch.float32)
     parts = -(-len(q) // _MASS_ROWS)

@@ -43,7 +43,7 @@ def kernels() -> Kernels | None:
 
     They are loaded and checked at the first call. Kernels whose results are wrong are not used. If
     `$CACHECRAFT_CPU_KERNELS` names neither `torch` nor instructions that are available, the fastest available ones are
-    used. A warning is logged in both cases, once for each value of the variable. Raises nothing.
+    used. A warning is logged in both cases, once for each value of the variable.
     """
     return _chosen(os.environ.get(SETTING, ""))[0]
 
@@ -51,8 +51,7 @@ def kernels() -> Kernels | None:
 def kernels_for(*tensors: Tensor) -> Kernels | None:
     """Return the kernels if they support these tensors, else None.
 
-    Supported are CPU tensors of one dtype, float32 or bfloat16, with a contiguous last dimension. Raises IndexError
-    without tensors.
+    Supported are CPU tensors of one dtype, float32 or bfloat16, with a contiguous last dimension.
     """
     first = tensors[0]
     if first.dtype not in _DTYPES or not first.is_cpu:
@@ -72,7 +71,7 @@ def description() -> str:
 def reason() -> str:
     """Return why torch's kernels are used, in a few words; "" if the compiled kernels are used.
 
-    Loads and checks the compiled kernels first, as `kernels` does. Raises nothing.
+    Loads and checks the compiled kernels first, as `kernels` does.
     """
     return _chosen(os.environ.get(SETTING, ""))[1]
 

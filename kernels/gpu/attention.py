@@ -386,9 +386,6 @@ def attend(
 
     Raises:
         ValueError: shapes, strides or dtypes do not fit together, or the number of sinks is wrong.
-        IndexError: in Triton's interpreter, an absent key is not below `keys`; on a GPU torch reports it later, as a
-            RuntimeError.
-        RuntimeError: torch's own, without memory on the device.
     """
     rows, heads, head_dim = q.shape
     kv_heads = check_attention(q, k, v, visible)

@@ -85,7 +85,7 @@ def combine(
         views of the arguments, and `dtype` is ignored. A row without a visible key has an lse of -inf, and an output
         and a mass of zeros.
 
-    Raises torch's RuntimeError without memory on the device. Shapes are not checked.
+    Shapes are not checked.
     """
     splits, rows, heads = lses.shape
     if splits == 1:

@@ -129,9 +129,6 @@ def received(
 
     Raises:
         ValueError: shapes, strides or dtypes do not fit together.
-        IndexError: in Triton's interpreter, an absent key is not below `keys`; on a GPU torch reports it later, as a
-            RuntimeError.
-        RuntimeError: torch's own, without memory on the device.
     """
     rows, heads, _ = q.shape
     kv_heads = check_attention(q, k, None, visible)

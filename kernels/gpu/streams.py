@@ -32,7 +32,7 @@ def wait_on_stream(event: torch.cuda.Event | None, *tensors: Tensor) -> None:
         event: from `launched`, possibly of another thread.
         tensors: tensors on one device that the later work reads; at least one.
 
-    Does nothing without an event. Raises IndexError for an event without tensors.
+    Does nothing without an event.
     """
     if event is None:
         return
@@ -45,7 +45,7 @@ def wait_on_stream(event: torch.cuda.Event | None, *tensors: Tensor) -> None:
 def wait_on_host(device: torch.device) -> None:
     """Block until all work is done that this thread has launched on the device's current stream.
 
-    Returns at once on a CPU. Raises torch's RuntimeError if a kernel has failed.
+    Returns at once on a CPU.
     """
     event = launched(device)
     if event is not None:
@@ -56,7 +56,7 @@ def wait_on_host(device: torch.device) -> None:
 def copy_stream(device: torch.device) -> torch.cuda.Stream:
     """Return the stream on which this process copies chunk-caches to a GPU, beside the layers that are computed.
 
-    It is the same for each call with a device. Raises torch's ValueError or RuntimeError for a CPU.
+    It is the same for each call with a device.
     """
     return torch.cuda.Stream(device)
 
@@ -75,7 +75,7 @@ class LayersInFlight:
     def add(self) -> None:
         """Count the layer that was just launched; block while more than two are in flight.
 
-        Does nothing on a CPU. Raises torch's RuntimeError if a kernel has failed.
+        Does nothing on a CPU.
         """
         event = launched(self._device)
         if event is None:
@@ -85,9 +85,6 @@ class LayersInFlight:
             self._events.popleft().synchronize()
 
     def wait(self) -> None:
-        """Block until every layer that `add` counted is computed; returns at once on a CPU.
-
-        Raises torch's RuntimeError if a kernel has failed.
-        """
+        """Block until every layer that `add` counted is computed; returns at once on a CPU."""
         while self._events:
             self._events.popleft().synchronize()

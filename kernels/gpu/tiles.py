@@ -85,8 +85,6 @@ class Tiling:
             device: device of the tensors.
             programs: number of programs without splitting.
             keys: number of keys.
-
-        Raises ZeroDivisionError for 0 programs.
         """
         wanted = -(-_PROGRAMS_PER_PROCESSOR * _processors(device) // programs)
         fewest = max(1, keys // max(_LEAST_KEYS, self.keys))
@@ -97,8 +95,7 @@ class Tiling:
     ) -> dict[str, object]:
         """Return the constants and launch options that the kernels share, by the names of the kernels' parameters.
 
-        They are in a new dict: sizes, the flags of `visible`, `absent` and `softcap`, and how to compute. Raises
-        nothing.
+        They are in a new dict: sizes, the flags of `visible`, `absent` and `softcap`, and how to compute.
         """
         return {
             "HEAD_DIM": q.shape[-1],
@@ -151,8 +148,7 @@ class _AbsentMask:
 def absent_mask(visible: Visibility, keys: int) -> Tensor | None:
     """Return a mask of the absent keys, uint8 `[keys]`, 1 where a key is absent; None without `visible.absent`.
 
-    It is made once for a `visible` and kept there. Raises IndexError if an absent key is not below `keys`; on a GPU
-    torch reports it later, as a RuntimeError.
+    It is made once for a `visible` and kept there.
     """
     return visible.prepared(_AbsentMask(keys))
 

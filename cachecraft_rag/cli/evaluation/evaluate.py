@@ -151,12 +151,6 @@ class Measuring:
             ConfigError: ratios, a warm-up, a device or a folder that cannot be used, or a folder with damaged records
                 or records of other settings; no method; data that cannot provide the origin; or the extra `eval` is not
                 installed.
-            ModelNotFoundError, UnsupportedModelError: the model cannot be loaded, or failed its self-check.
-            ContextLengthError: a question and its passages do not fit the model's context.
-            StoreError: the store of chunk-caches in the folder cannot be used.
-            OSError: a measurement cannot be written, such as on a full disk.
-            RuntimeError, MemoryError: there is no memory for the model, or it fails.
-            SystemExit: in the main thread, for SIGTERM (exit code 143) or SIGHUP (129). What was measured stays.
         """
         from cachecraft_rag.evaluation import runner
         from cachecraft_rag.evaluation.measuring import trials_of

@@ -31,9 +31,6 @@ class AllowedFolders:
 
     Args:
         folders: paths of folders.
-
-    Raises:
-        ConfigError: one of them is not a folder.
     """
 
     def __init__(self, folders: Iterable[Path]) -> None:
@@ -106,7 +103,6 @@ class AllowedFolders:
 
         Raises:
             OutsideError: the path leads out of the allowed folders, changed while it was opened, or is of another kind.
-            OSError: it cannot be opened.
         """
         real = Path(os.path.realpath(path))
         if not any(real.is_relative_to(folder.real) for folder in self._folders):

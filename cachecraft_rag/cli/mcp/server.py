@@ -67,8 +67,6 @@ class Address:
         Raises:
             ConfigError: the system refuses: the port is taken or needs more rights, or the host is unknown or not this
                 computer's.
-            OverflowError: the port is not between 0 and 65535; `parse` refuses such a port.
-            TypeError: no host can have this name; `parse` refuses it.
         """
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         try:
@@ -137,8 +135,7 @@ class ServerThread:
     def wait(self) -> None:
         """Wait until the server ends: over stdio when its client has left, over HTTP not before Ctrl-C.
 
-        Returns None if it ended without an error. Raises what the server raised, KeyboardInterrupt at Ctrl-C, and
-        RuntimeError before `start`.
+        Returns None if it ended without an error.
         """
         self._thread.join()
         if self._error is not None:

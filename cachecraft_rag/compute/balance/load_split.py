@@ -102,8 +102,6 @@ def tokens_to_compute(
         load_token_s: seconds to load a token.
         compute_token_s: seconds to compute a token.
 
-    Raises ZeroDivisionError if both times per token are 0.
-
     >>> tokens_to_compute(load_s=3.0, compute_s=1.0, load_token_s=0.03, compute_token_s=0.01)  # 3 - .03 n = 1 + .01 n
     50.0
     """
@@ -147,7 +145,7 @@ class LoadSplit:
         False means that a separate pass computes the piece first; then the next piece is decided. The number may be a
         fraction. It may exceed that of the waiting tokens while the speed of computing is unknown. (0.0, True) means
         that the last pass is next and that no token is computed instead of loaded. That is also the result if no tokens
-        are waiting. Raises nothing.
+        are waiting.
         """
         if not self.waiting:
             return 0.0, True
@@ -199,10 +197,7 @@ class LoadSplit:
 
     @property
     def load_s(self) -> float:
-        """Remaining seconds of loading at the current rate, 0.0 without bytes left.
-
-        Raises ZeroDivisionError for a rate of 0.
-        """
+        """Remaining seconds of loading at the current rate, 0.0 without bytes left."""
         return self.bytes_left / self.bytes_per_s
 
     def share(self, *, layers_left: float = 1.0) -> float:
@@ -214,8 +209,6 @@ class LoadSplit:
         Returns the number of all waiting tokens for a rate of 0. Returns 0.0 if no tokens are waiting, no bytes are
         left, computing a front would save too little, or the first extent would take more time to compute than it
         saves. Any other number reaches to the end of an extent, or is a fraction after the last end in `extent_ends`.
-        Raises AssertionError if the speed of computing is unknown and neither the rate, the number of waiting tokens
-        nor that of bytes is 0.
         """
         count = len(self.waiting)
         if not count or self.bytes_per_s <= 0.0:
@@ -261,7 +254,7 @@ class LoadSplit:
 
     @property
     def load_token_s(self) -> float:
-        """Mean seconds to load a waiting token. Raises ZeroDivisionError without any, or for a rate of 0."""
+        """Mean seconds to load a waiting token."""
         return self.load_s / len(self.waiting)
 
     def _token_s(self, front_tokens: int) -> float:
@@ -270,10 +263,7 @@ class LoadSplit:
         return self.speed.seconds(self._extra_rows(front), passes=0) / len(front)
 
     def rest_s(self) -> float:
-        """Return the seconds to compute all that is left in one pass: `rows` and all waiting positions.
-
-        Raises AssertionError unless `speed.known`.
-        """
+        """Return the seconds to compute all that is left in one pass: `rows` and all waiting positions."""
         rows = self.rows + self._extra_rows(self.waiting)
         return self.speed.whole_s(rows) if self.is_untouched else self.speed.seconds(rows)
 

@@ -66,8 +66,7 @@ class ComputeSpeed:
     def seconds(self, rows: float, *, passes: float = 1.0) -> float:
         """Return the time in seconds of rows, in the units of `rows`, in this number of passes.
 
-        Each pass adds the fixed cost of a last pass, or `piece_s` while that is not measured. Raises AssertionError
-        unless `known`.
+        Each pass adds the fixed cost of a last pass, or `piece_s` while that is not measured.
         """
         assert self._row_s is not None, "no pass was measured yet"
         return passes * self._fixed_s + rows * self._row_s
@@ -76,7 +75,7 @@ class ComputeSpeed:
         """Return the time in seconds of one pass over a whole prompt with rows of this cost, in the units of `rows`.
 
         It is `piece_s`, plus the rows at the speed of passes over whole prompts, or at that of other passes while no
-        such pass was measured. Raises AssertionError unless `known`.
+        such pass was measured.
         """
         assert self._row_s is not None, "no pass was measured yet"
         return self.piece_s + rows * (self._whole_row_s or self._row_s)
@@ -92,7 +91,7 @@ class ComputeSpeed:
         The first pass, and each pass of at least 96 rows (in these units), update the time per row: the first sets it,
         and a later one moves it half of the way to the new value. A pass of kind "whole" updates that of whole prompts
         as well. After the first pass, a last pass of fewer rows updates only the fixed cost of last passes, and so
-        short a pass of another kind updates nothing. Raises ZeroDivisionError if the first pass has 0 rows.
+        short a pass of another kind updates nothing.
 
         The fixed costs of last passes and of pieces are separate: with the former, the rows of a piece would seem
         several times as fast as they are.

@@ -133,8 +133,6 @@ class CaptureRecorder:
             gather: a collective that joins the ranks' `[…, heads, head_dim]` on the first rank and returns an empty
                 tensor on the others.
             mean: a collective that averages a statistic over the ranks.
-
-        Raises what `gather` and `mean` raise, and torch's RuntimeError without memory.
         """
         joined = CaptureRecorder(self._layout, self._like, self._spans, measured=self._measured)
         joined.settings = self.settings
@@ -163,8 +161,7 @@ class CaptureRecorder:
         """Return the captures among the ascending positions of a pass, int64 `[rows]`, each with a slice of the rows.
 
         A chunk is captured only by a pass that computes all of its tokens. The captures are in prompt order, and new
-        ones get their memory here; the list is empty if the pass has none. Raises MemoryError without room for keys and
-        values, and torch's RuntimeError without room for the attention.
+        ones get their memory here; the list is empty if the pass has none.
         """
         edges = [edge for _segment, start, stop in self._spans for edge in (start, stop)]
         edge_rows = np.searchsorted(positions, edges).tolist()
@@ -204,8 +201,7 @@ class CaptureRecorder:
 
         Keys and values are copied; queries are kept as views, unless the passes measure attention. Then a layer is
         complete only after `add_mass`. The settings of a layer are added to `settings` when the layer is recorded for
-        the first time, also without captures. A layer that is recorded again replaces what was kept of it. Raises
-        torch's RuntimeError for shapes that do not fit the layout.
+        the first time, also without captures. A layer that is recorded again replaces what was kept of it.
         """
         if layer == len(self.settings):
             self.settings.append(settings)
@@ -310,8 +306,7 @@ class AttentionAccumulator:
         A layer that is added twice counts twice.
 
         Raises KeyError if the capture holds no queries of this layer, as when the pass measured the attention, and
-        IndexError if there are no settings of this layer. Raises ValueError for a wrong number of sinks, ValueError or
-        torch's RuntimeError for other shapes that do not fit, and MemoryError or torch's RuntimeError without memory.
+        IndexError if there are no settings of this layer.
         """
         settings = self._settings[layer]
         visible = self._visible.setdefault(
@@ -334,8 +329,7 @@ class AttentionAccumulator:
         Layers that were not added count as 0. `inter` has one value for each segment before the capture, beginning with
         that of the system; it is () for the system's own capture. The token scores are unknown (`inter` None) if no
         chunk precedes the capture. Changes nothing, so it may be called again after more layers. On a GPU it waits for
-        the work that this thread has launched. Raises ZeroDivisionError if the capture or a chunk before it has no
-        tokens.
+        the work that this thread has launched.
         """
         # [tokens, segments up to the capture's]
         mass = self._mass.cpu().numpy() / len(self._settings)

@@ -134,8 +134,6 @@ class WriteBackQueue:
             keys: `[layers, keys, kv_heads, head_dim]`, rotated; must not change up to the last capture's end. Not kept
                 if the recorder does not need them.
             context: facts about the prompt.
-
-        Raises what `start` raises; that capture is then logged and counted as failed, and later ones are not queued.
         """
         computed = launched(keys.device)
         needed = keys if recorder.needs_keys else None
@@ -184,9 +182,7 @@ class WriteBackQueue:
             The generator of the steps; its result is the stored variant, or the reason why the capture is dropped, such
             as by a closed store.
 
-        Raises, while the generator runs, StoreError if the tensor does not have the queue's layout or has no token,
-        ForkError in a fork of the process that opened the store, and ZeroDivisionError if a chunk before the capture
-        has no tokens. Also raises what a kernel raises, such as MemoryError or torch's RuntimeError without memory.
+        Also raises what a kernel raises, such as MemoryError or torch's RuntimeError without memory.
         """
         if not recorder.needs_keys:
             keys = None

@@ -68,7 +68,7 @@ class DriftCorrection:
 
         Replaces the rows of an earlier call. Only recomputed rows show the change: rows whose stored values were not
         loaded have nothing to compare with. A chunk with fewer than two recomputed rows is not corrected. Changes no
-        keys or values. Raises IndexError for a position beyond the prompt, and torch's RuntimeError without memory.
+        keys or values.
         """
         is_recomputed = rows.reason[positions] == RowReason.RECOMPUTED
         segments = rows.segment[positions]

@@ -45,9 +45,7 @@ class FocusObserver:
         """Keep the attention of the question in one layer for `decide`, in place of that of an earlier layer.
 
         Does nothing once the focused chunks are known, and without rows. `q` is `[watched rows, heads, head_dim]` and
-        `k` `[keys, kv_heads, head_dim]`, both rotated; see `Observer.observe`. `layer` is not used. Raises ValueError
-        for a wrong number of sinks, ValueError or torch's RuntimeError for other shapes that do not fit, and
-        MemoryError or torch's RuntimeError without memory.
+        `k` `[keys, kv_heads, head_dim]`, both rotated; see `Observer.observe`. `layer` is not used.
         """
         if self.monitor.focused is None and len(q):
             mass = segment_mass(

@@ -48,10 +48,8 @@ class AttentionReceived:
     ) -> None:
         """Add the attention of one of the deeper layers to the sum; does nothing for other layers.
 
-        Deeper layers are those from two fifths of the layers on, with `every` only each n-th of them. `q` is
-        `[watched rows, heads, head_dim]` and `k` `[keys, kv_heads, head_dim]`, both rotated; see `Observer.observe`.
-        Raises ValueError for a wrong number of sinks, ValueError or torch's RuntimeError for other shapes that do not
-        fit, and MemoryError or torch's RuntimeError without memory.
+        Deeper layers are those from two fifths of the layers on, with `every` only each n-th of them. `q` is `[watched
+        rows, heads, head_dim]` and `k` `[keys, kv_heads, head_dim]`, both rotated; see `Observer.observe`.
         """
         if layer not in self._layers:
             return
@@ -73,7 +71,7 @@ class AttentionReceived:
         """Return the attention to each position up to the last watched position, float32 `[positions]`.
 
         It is the sum over the observed layers and rows, averaged over heads; a row's own position is left out. The
-        tensor is on the model's device and belongs to this object. Raises AssertionError if no layer was observed.
+        tensor is on the model's device and belongs to this object.
         """
         assert self._received is not None, "the range of layers is never empty"
         return self._received
@@ -82,7 +80,6 @@ class AttentionReceived:
         """Return the attention to each of the first `positions` positions, float32 `[positions]`.
 
         Shorter if fewer positions were seen; otherwise the beginning of `seen`. On a CPU the array shares its memory.
-        Raises AssertionError if no layer was observed.
         """
         attention: NDArray[np.float32] = self.seen()[:positions].cpu().numpy()
         return attention
@@ -127,8 +124,7 @@ class Refresh:
         First the earlier attention fades, and that of the step before is added to it: its observer must have observed a
         pass. Then the stale tokens with the most attention are chosen, at most `rows`. The positions are int64
         `[chosen]`, ascending; empty once no stale token is left. They count in `refreshed` and are not chosen for a
-        later step. If a step failed and begins again, it gets the same positions and a new observer. Raises
-        AssertionError if a step at another position was begun before and not computed.
+        later step. If a step failed and begins again, it gets the same positions and a new observer.
         """
         if position != self._position:
             self._add_last_step()

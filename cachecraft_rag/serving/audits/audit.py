@@ -85,11 +85,7 @@ class Audit:
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """Make an audit from the values of `as_dict`; values that can be computed from others, or unknown, are ignored.
 
-        Values are converted to the types of the fields, such as a text of digits to a number. Raises KeyError if a
-        value is missing, and TypeError, ValueError, AttributeError or OverflowError (an infinite number) for values
-        that cannot be converted or that no audit has: numbers out of range or that are none, fewer than 1 token,
-        differences that are not ascending places of the answer, more near-ties than differences, or a text that is
-        none.
+        Values are converted to the types of the fields, such as a text of digits to a number.
         """
         tokens = _whole(values["tokens"], least=1)
         differences = tuple(_whole(place) for place in values["differences"])
@@ -140,10 +136,7 @@ class Audit:
 
     @property
     def agreement(self) -> float:
-        """`agreeing` divided by the number of audited tokens: 0 to 1.
-
-        Raises ZeroDivisionError for an audit of 0 tokens, which `from_dict` refuses.
-        """
+        """`agreeing` divided by the number of audited tokens: 0 to 1."""
         return self.agreeing / self.tokens
 
     @property
@@ -154,8 +147,7 @@ class Audit:
     def as_dict(self) -> dict[str, object]:
         """Return field name → plain value, for JSON, and with them `agreement`, `is_same` and `first_difference`.
 
-        `text` is a dict of the fields of `AuditText`, or None. Raises ZeroDivisionError for an audit of 0 tokens, which
-        `from_dict` refuses.
+        `text` is a dict of the fields of `AuditText`, or None.
         """
         derived = {
             "agreement": self.agreement,
@@ -193,7 +185,7 @@ class ReuseFacts:
 
 
 def reuse_facts(request: Request, progress: RequestProgress, *, exact: bool) -> ReuseFacts:
-    """Return the facts about how a prompt was reused, as its plan was carried out. Raises nothing.
+    """Return the facts about how a prompt was reused, as its plan was carried out.
 
     Args:
         request: the request.

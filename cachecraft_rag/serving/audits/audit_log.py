@@ -50,10 +50,7 @@ class AuditLog:
     """The results of one store folder, of all its namespaces and models. Any thread may call any method."""
 
     def __init__(self, folder: Path, *, kept: int, busy_timeout_s: float = 5.0) -> None:
-        """Open or create it in a folder; at most `kept` results stay of each tenant and model.
-
-        Raises StoreError if the file is damaged or cannot be opened, and OSError if the folder cannot be made.
-        """
+        """Open or create it in a folder; at most `kept` results stay of each tenant and model."""
         self._kept = kept
         self._database = opened_audits(folder, busy_timeout_s=busy_timeout_s)
         self._opened_file = _identity(self._database.path)
@@ -71,11 +68,8 @@ class AuditLog:
         A request that has a result already gets another one.
 
         Raises:
-            StoreError: the file cannot be written, stays locked for the busy timeout, or was closed; or a number of the
-                result, such as `kl`, is NaN, which no audit of an engine has.
             ValueError: `namespace`, `fingerprint`, or a name in the result such as its request id holds half a
                 surrogate pair.
-            OverflowError: a number of the result has more than 63 bits.
         """
         row = (
             audit.request_id,
@@ -105,8 +99,7 @@ class AuditLog:
         """Return at most `limit` results (-1: all), the latest first, of one namespace and model; with None: of all.
 
         "Latest" means written last. The list is empty if nothing fits, or with a `limit` of 0. Damaged rows are left
-        out. Raises StoreError if the file cannot be read or was closed, ValueError if `namespace` or `fingerprint`
-        holds half a surrogate pair, and OverflowError for a `limit` of more than 63 bits.
+        out.
         """
         asked = {"namespace": namespace, "fingerprint": fingerprint, "limit": limit}
         with self._database.reading() as connection:
@@ -115,7 +108,7 @@ class AuditLog:
 
     @property
     def is_there(self) -> bool:
-        """False once the file was deleted or replaced: what is written then reaches no reader. Raises nothing."""
+        """False once the file was deleted or replaced: what is written then reaches no reader."""
         present = _identity(self._database.path)
         return present is not None and present == self._opened_file
 
@@ -132,10 +125,6 @@ def audits_in(
         namespace: only results of this tenant; None: of all.
         fingerprint: only results of the model with this fingerprint; None: of all.
         limit: most results; -1: all.
-
-    Raises StoreError if the file is damaged, of another version, locked by another process for 5 seconds or cannot be
-    read, OSError if the system refuses to look at its journal, ValueError if `namespace` or `fingerprint` holds half a
-    surrogate pair, and OverflowError for a `limit` of more than 63 bits.
     """
     if not os.path.isfile(folder / AUDIT_FILE):
         return []

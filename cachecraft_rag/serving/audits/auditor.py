@@ -185,7 +185,7 @@ class Auditor:
     def forget(self, chunk_ids: Collection[str]) -> None:
         """Drop the audits of prompts with these chunks, because the chunks were removed; they are counted.
 
-        The audit under way is asked to stop before its next step, and is not waited for. Results stay. Raises nothing.
+        The audit under way is asked to stop before its next step, and is not waited for. Results stay.
         """
         removed = set(chunk_ids)
         for waiting in list(self._waiting):
@@ -197,14 +197,13 @@ class Auditor:
             self._give_up(AuditDrop.REMOVED)
 
     def running(self, chunk_ids: Collection[str]) -> bool:
-        """Return True if an audit is under way and its prompt has at least one of these chunks. Raises nothing."""
+        """Return True if an audit is under way and its prompt has at least one of these chunks."""
         return self._running is not None and _holds(self._running, set(chunk_ids))
 
     def close(self) -> None:
         """Drop all waiting audits, and ask the one under way to stop before its next step, without waiting for it.
 
-        The dropped audits are counted. `busy` is False once the one under way has ended and results are written. Raises
-        nothing.
+        The dropped audits are counted. `busy` is False once the one under way has ended and results are written.
         """
         self._closed = True
         self._shared = None

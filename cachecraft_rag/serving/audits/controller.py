@@ -42,8 +42,6 @@ class QualityTarget:
     agreement  the target for `Audit.agreement`, with near-ties counted as agreement; more than 0 and less than 1
     min_ratio  smallest recompute ratio, 0 to 1
     max_ratio  largest recompute ratio; at 1 every token agrees
-
-    Raises ConfigError for a value of a wrong type or out of range, and for a `min_ratio` above `max_ratio`.
     """
 
     agreement: float
@@ -51,7 +49,7 @@ class QualityTarget:
     max_ratio: float = 1.0
 
     def __post_init__(self) -> None:
-        """Check every field. Raises ConfigError."""
+        """Check every field."""
         check_number("quality_target", self.agreement, most=1.0)
         check_number("min_ratio", self.min_ratio, most=1.0)
         check_number("max_ratio", self.max_ratio, most=1.0)
@@ -174,7 +172,6 @@ class RatioController:
 
         It takes the place of what is otherwise assumed, counts as audits of so many tokens do, 800 at most, and fades
         like them. While there are fewer than ten audits it chooses the ratio; with more, it is chosen as by `resume`.
-        Raises nothing.
 
         Args:
             ratio: recompute ratio of the measurement, 0 to 1; with 1 the measurement says nothing.
@@ -199,7 +196,7 @@ class RatioController:
 
         The controller begins at the ratio of the last one, and from ten audits on at once where they lead, as after
         `add`. So it does not matter whether the last audits were late, of another process or of another target. Audits
-        with a ratio that this controller does not choose among are ignored. Raises nothing.
+        with a ratio that this controller does not choose among are ignored.
         """
         count = 0
         for ratio, tokens, agreeing in audits:
@@ -215,7 +212,7 @@ class RatioController:
     def choice(self) -> tuple[float, str]:
         """Return the recompute ratio of the next answer, and a sentence with the reason. Any thread may call this.
 
-        The sentence is such as "r = 0.15: not audited yet, target 0.98". Raises nothing.
+        The sentence is such as "r = 0.15: not audited yet, target 0.98".
         """
         place = self._place
         return self._ratios[place], self._reason(place)
@@ -224,7 +221,7 @@ class RatioController:
         """Take up an audit of an answer that was given with this ratio, and choose the next ratio.
 
         The ratio changes only if this audit is of the present ratio, and at least the 10th since that was chosen (the
-        20th to go down). An audit with a ratio that this controller does not choose among is ignored. Raises nothing.
+        20th to go down). An audit with a ratio that this controller does not choose among is ignored.
 
         Args:
             ratio: recompute ratio of the answer.

@@ -41,8 +41,6 @@ class Predictions:
         Args:
             logits: `[vocabulary]`, of any floating dtype. Some logits of another shape are noted too, and spoil what
                 `stacked` returns.
-
-        Raises IndexError for a vocabulary without tokens, and torch's RuntimeError without memory.
         """
         logits = logits.float()
         highest = logits.topk(min(KEPT, len(logits)))
@@ -59,8 +57,6 @@ class Predictions:
             The likeliest token ids, int64 `[places]`; the ids of the `KEPT` likeliest tokens, int64 `[places, KEPT]`;
             and their log-probabilities, float32 `[places, KEPT]`. A vocabulary with fewer tokens takes the place of
             `KEPT`.
-
-        Raises torch's RuntimeError if nothing was noted at any of these places, or without memory.
         """
         likeliest = torch.stack(self.likeliest[begin:end]).cpu()
         return (
@@ -101,9 +97,6 @@ def compare(predictions: Predictions, logits: Tensor, *, begin: int) -> list[Com
 
     Returns:
         The comparison of each place, in order.
-
-    Raises torch's RuntimeError if nothing was noted from `begin` on, if `logits` has no place or more places than were
-    noted (two or more), if its vocabulary is too small for the noted ids, or without memory.
 
     >>> reuse = Predictions()
     >>> reuse.note(torch.tensor([0.0, 1.0, 0.0]))

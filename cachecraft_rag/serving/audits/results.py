@@ -94,7 +94,7 @@ class AuditResults:
 
         Does nothing without a target or a calibration, and for a calibration of another metric than "top1" or of other
         settings (`Calibration.fits`). Audits that are newer than the calibration count beside it, and make it fade. To
-        be called before the first request. Raises nothing.
+        be called before the first request.
 
         Args:
             calibration: the result of `cachecraft calibrate` for this model, or None.
@@ -117,7 +117,7 @@ class AuditResults:
     def get(self, request_id: str) -> Audit | None:
         """Return the audit of a request, by its id. None: not audited, not yet, or not among the last 1,024 results.
 
-        Results of earlier processes are on disk only. Raises nothing.
+        Results of earlier processes are on disk only.
         """
         with self._lock:
             return self._results.get(request_id)
@@ -125,7 +125,7 @@ class AuditResults:
     def chosen_ratio(self, asked: ReuseConfig) -> tuple[float, str] | None:
         """Return the recompute ratio that the quality target chooses, and a sentence with the reason.
 
-        None without a target, and for settings that set a ratio or α themselves or switch reuse off. Raises nothing.
+        None without a target, and for settings that set a ratio or α themselves or switch reuse off.
         """
         is_open = asked.reuse and asked.recompute_ratio is None and asked.alpha is None
         return self.controller.choice() if self.controller is not None and is_open else None
@@ -133,7 +133,7 @@ class AuditResults:
     def with_ratio(self, request: Request, asked: ReuseConfig) -> Request:
         """Return a request with the `chosen_ratio` for the settings that were asked for, or else the request itself.
 
-        With a chosen ratio it is a copy, whose `quality` holds the reason. Raises nothing.
+        With a chosen ratio it is a copy, whose `quality` holds the reason.
 
         Args:
             request: the request.
@@ -169,8 +169,7 @@ class AuditResults:
         Only for an engine that audits: with a share of 0 it would make the file all the same. Later failures are logged
         at level INFO. The file is opened or made by the first call that can, and made again once it was deleted; the
         oldest results of this tenant and model beyond `Audits.kept` are removed from it. After `close`, and once the
-        store's folder is gone, nothing is written. Raises ValueError for a result with half a surrogate pair in a name
-        such as its request id, and OverflowError for one with a number of more than 63 bits.
+        store's folder is gone, nothing is written.
         """
         with self._log_lock:
             try:
@@ -196,7 +195,7 @@ class AuditResults:
         self._metrics.drop(reason)
 
     def close(self) -> None:
-        """Close the file of results; later results stay in memory only. A second call does nothing. Raises nothing.
+        """Close the file of results; later results stay in memory only. A second call does nothing.
 
         Waits for a result that another thread is writing.
         """
@@ -331,7 +330,7 @@ class AuditMetrics:
         gauge.set_function(lambda: controller.ratio)
 
     def add(self, audit: Audit) -> None:
-        """Count an audit in all metrics: answers, places, near-ties, divergence, computed tokens. Raises nothing.
+        """Count an audit in all metrics: answers, places, near-ties, divergence, computed tokens.
 
         An exact one counts as an exact answer and in no other metric.
         """
@@ -346,5 +345,5 @@ class AuditMetrics:
         self._computed.inc(audit.computed_tokens)
 
     def drop(self, reason: AuditDrop) -> None:
-        """Count an answer that is not audited, by reason. Raises nothing."""
+        """Count an answer that is not audited, by reason."""
         self._dropped.labels(str(reason)).inc()

@@ -183,9 +183,7 @@ class Catalog:
         first part; its list is empty if no intact variant is stored. Any field of a damaged row may be wrong.
 
         Raises:
-            StoreError: the catalog cannot be read or is closed.
             ValueError: `namespace`, `fingerprint` or `session` holds half a surrogate pair (UnicodeEncodeError).
-            TypeError: a chunk id cannot be hashed, or JSON cannot hold it, such as bytes.
         """
         found: dict[str, list[Variant]] = {chunk_id: [] for chunk_id in chunk_ids}
         damaged: list[DamagedRow] = []
@@ -207,7 +205,7 @@ class Catalog:
         """Return variant id → token scores, for every given id; {} without ids. The arrays are copies.
 
         Scores have `inter` None where none were stored, they are damaged, or there is no row. Damaged scores are
-        logged. Raises StoreError if the catalog cannot be read or is closed.
+        logged.
         """
         found = {}
         for variant_id, *columns in self._fetched(_SCORES, (json.dumps(list(variant_ids)),)):
@@ -221,7 +219,7 @@ class Catalog:
         """Return a page of the chosen rows, the highest eviction score first; [] after the last row.
 
         `offset` is the number of rows before the page, and `limit` its largest size. Damaged rows count towards both
-        but are left out, so any page may be shorter than `limit`. Raises StoreError if the catalog cannot be read.
+        but are left out, so any page may be shorter than `limit`.
         """
         condition, parameters = chosen.as_sql()
         query = f"{_LISTED} WHERE {condition} ORDER BY v.score DESC, v.created DESC, v.variant_id LIMIT ? OFFSET ?"
@@ -237,8 +235,7 @@ class Catalog:
         """Yield every row once, in the order of variant ids, its token scores verified; `page` rows per query.
 
         Rows that are added or removed meanwhile may or may not be seen. A row that is damaged, or has damaged token
-        scores, is yielded as a `DamagedRow`. Nothing is locked between two rows. Raises StoreError, while it is
-        iterated over, if the catalog cannot be read.
+        scores, is yielded as a `DamagedRow`. Nothing is locked between two rows.
         """
         query = f"{_LISTED} WHERE v.variant_id > ? ORDER BY v.variant_id LIMIT ?"
         after = ""
@@ -260,10 +257,7 @@ class Catalog:
             return fetched(connection, query, parameters)
 
     def totals(self) -> Totals:
-        """Return sums over all rows, of all namespaces and models, as of one moment; 0 in an empty catalog.
-
-        Raises StoreError if the catalog cannot be read.
-        """
+        """Return sums over all rows, of all namespaces and models, as of one moment; 0 in an empty catalog."""
         # Both queries see one moment: in between, a file's bytes could move from "reserved" to its row and count twice.
         with self._db.snapshot() as connection:
             variants, file_bytes = _sums(connection)
@@ -274,8 +268,7 @@ class Catalog:
     def holds(self, file: FileRef, *, or_at_risk: bool = False) -> bool:
         """Return True if exactly this file, by id and time, has a row.
 
-        With `or_at_risk` also True if a writer is about to create or delete it, or did not finish that. Raises
-        StoreError if the catalog cannot be read.
+        With `or_at_risk` also True if a writer is about to create or delete it, or did not finish that.
         """
         query = """SELECT 1 FROM variants WHERE variant_id = :variant_id AND created = :created
             UNION ALL SELECT 1 FROM files_at_risk
@@ -292,7 +285,7 @@ class Catalog:
         """Return writer → files that may exist without a row, because it is (or was) about to create or delete them.
 
         The keys are tokens, see `Writers.token`. {} without such files. The `file_bytes` of a file are those reserved
-        for it. Raises StoreError if the catalog cannot be read.
+        for it.
         """
         found: dict[str, list[FileRef]] = {}
         with self._db.reading() as connection:
@@ -305,8 +298,7 @@ class Catalog:
         """Return files of the chosen rows, lowest score first: all, or only the first ones with `down_to_bytes`.
 
         These are as many as leave at most `down_to_bytes` bytes of files with a row in the whole catalog, or all chosen
-        ones if these are too few. Empty if no row is chosen or none has to go. Raises StoreError if the catalog cannot
-        be read.
+        ones if these are too few. Empty if no row is chosen or none has to go.
         """
         condition, parameters = chosen.as_sql()
         query = f"""{_ROW} AS v JOIN scopes AS s USING (scope) WHERE {condition} ORDER BY v.score, v.created"""
@@ -323,7 +315,7 @@ class Catalog:
 
         These were captured after it, or after a reused variant that it has shaped.
 
-        `namespace` None means all namespaces. It reads every row. Raises StoreError if the catalog cannot be read.
+        `namespace` None means all namespaces. It reads every row.
         """
         removed = frozenset((*chunk_ids, removals.ANY))
         query = f"""SELECT v.variant_id, v.chunk_id, v.origin_prefix, sh.chunk_ids
@@ -342,10 +334,7 @@ class Catalog:
         ]
 
     def scopes(self, namespace: str | None) -> list[tuple[str, str]]:
-        """Return the pairs of namespace and fingerprint that were ever stored; None: of all namespaces.
-
-        Raises StoreError if the catalog cannot be read.
-        """
+        """Return the pairs of namespace and fingerprint that were ever stored; None: of all namespaces."""
         query = f"SELECT s.namespace, s.fingerprint FROM scopes AS s WHERE {_IN_NAMESPACE}"
         return [(name, model) for name, model in self._fetched(query, (namespace, namespace))]
 
@@ -359,8 +348,7 @@ class Catalog:
     def check_sums(self, *, repair: bool) -> str:
         """Compare the stored sums over all rows with the rows; return what is wrong, or "" if they agree.
 
-        With `repair` wrong sums are corrected, and what was wrong is returned all the same. Raises StoreError if the
-        catalog cannot be read, or with `repair` not be changed.
+        With `repair` wrong sums are corrected, and what was wrong is returned all the same.
         """
         with self._db.snapshot() as connection:
             stored = fetched(connection, _STORED_SUMS, ())
@@ -396,7 +384,7 @@ class Catalog:
         counts here, and `writer` is the caller's token (`Writers.token`).
 
         Returns None, with nothing changed, if even an empty catalog would leave no room, because of other writers or
-        because the file alone is too large. Raises StoreError if the catalog cannot be changed.
+        because the file alone is too large.
         """
         with self._db.writing() as connection:
             excess = _state(connection)[2] + file_bytes - limits.disk_bytes
@@ -435,9 +423,8 @@ class Catalog:
         Removed are chunks noted in `removals`, and for an `extra_variant` also a chunk that has no variant left and is
         not remembered as evicted.
 
-        Raises StoreError if the catalog cannot be changed. The caller has checked the variant with `row_error`;
-        otherwise TypeError, ValueError, AttributeError, OverflowError or struct.error may be raised too. After any
-        error nothing is changed.
+        The caller has checked the variant with `row_error`; otherwise TypeError, ValueError, AttributeError,
+        OverflowError or struct.error may be raised too. After any error nothing is changed.
         """
         key = variant.key
         with self._db.writing() as connection:
@@ -490,7 +477,7 @@ class Catalog:
     def settle(self, files: Iterable[FileRef]) -> None:
         """Remove the entries of these files at risk, which no longer exist or never did; their room is free then.
 
-        Files without an entry are passed over. Raises StoreError if the catalog cannot be changed.
+        Files without an entry are passed over.
         """
         with self._db.writing() as connection:
             _settle(connection, files)
@@ -508,7 +495,7 @@ class Catalog:
         The result has the bytes of each file, and `why` as its `evicted`. The files are at risk then, on behalf of the
         token `writer`; the caller deletes them and calls `settle`. Chunk ids to `forget` are no longer remembered as
         evicted, in any namespace: they were removed on purpose. What an administrator removes stays removed after a
-        power cut. Raises StoreError if the catalog cannot be changed, also without files.
+        power cut.
         """
         query = f"SELECT {_FILE} FROM variants WHERE variant_id = ? AND created = ?"
         with self._db.writing(removes=why is EvictionReason.ADMINISTRATOR) as connection:
@@ -526,14 +513,13 @@ class Catalog:
             )
 
     def compact(self) -> None:
-        """Write the file again without what an administrator removed, see `Database.compact`. Raises StoreError."""
+        """Write the file again without what an administrator removed, see `Database.compact`."""
         self._db.compact()
 
     def limits(self) -> dict[str, int]:
         """Return name → stored limit, {} if none is stored. The names are fields of `Limits`.
 
-        Unknown names, and values that are no whole numbers above 0, are left out. Raises StoreError if the catalog
-        cannot be read.
+        Unknown names, and values that are no whole numbers above 0, are left out.
         """
         with self._db.reading() as connection:
             found = connection.execute("SELECT name, value FROM limits").fetchall()
@@ -545,10 +531,7 @@ class Catalog:
         }
 
     def set_limits(self, limits: Mapping[str, int]) -> None:
-        """Store these limits, by name, if any differs from the one stored; other limits stay. No row is removed.
-
-        Raises StoreError if the catalog cannot be read, or would have to be changed and cannot be.
-        """
+        """Store these limits, by name, if any differs from the one stored; other limits stay. No row is removed."""
         if limits.items() - self.limits().items():
             with self._db.writing() as connection:
                 connection.executemany("INSERT OR REPLACE INTO limits VALUES (?,?)", limits.items())
@@ -558,7 +541,7 @@ class Catalog:
 
         If both limits are exceeded, the result is the longer list, with its limit. If neither is, it is no files and
         `BUDGET`. Files being written or deleted count towards the byte budget; `limits.variants_per_chunk` does not
-        count. Nothing is removed here. Raises StoreError if the catalog cannot be read.
+        count. Nothing is removed here.
         """
         with self._db.reading() as connection:
             _, variants, nbytes = _state(connection)
@@ -571,10 +554,7 @@ class Catalog:
         return many, EvictionReason.COUNT_CAP
 
     def record_uses(self, uses: Mapping[str, Use]) -> None:
-        """Add to the uses of each variant id and compute its score again; ids without a row are passed over.
-
-        Raises StoreError if the catalog cannot be changed, also without uses; then none is added.
-        """
+        """Add to the uses of each variant id and compute its score again; ids without a row are passed over."""
         with self._db.writing() as connection:
             self._record_uses(connection, uses)
 
@@ -608,8 +588,7 @@ class Catalog:
     def standstill(self) -> Iterator[None]:
         """Keep every other writer, in any process, from adding or removing rows while the block runs. Keep it short.
 
-        Raises StoreError if the catalog cannot be written or is closed, or another process holds its lock for longer
-        than the busy timeout. Within the block, a call by this thread that changes the catalog raises StoreError.
+        Within the block, a call by this thread that changes the catalog raises StoreError.
         """
         with self._db.writing():
             yield

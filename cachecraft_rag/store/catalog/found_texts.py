@@ -53,8 +53,7 @@ class FoundTexts:
         """Note that these texts were seen; return the names of those that had been seen before, a set.
 
         `names` are digests of texts, see `prompt.unmarked.candidates_of`. A repeated name in `names` counts as seen
-        before. The `MOST_SEEN` names that were first seen most recently are remembered. Raises StoreError if the
-        catalog cannot be written. Raises ValueError (UnicodeEncodeError) for a name with half a surrogate pair.
+        before. The `MOST_SEEN` names that were first seen most recently are remembered.
         """
         with self._db.writing() as connection:
             insert = "INSERT OR IGNORE INTO seen_texts (name) VALUES (?)"
@@ -67,9 +66,7 @@ class FoundTexts:
         """Note a mark of a captured text and its place in it, see `Capture.mark`.
 
         An earlier place of this mark is replaced; a text may have several marks. The chunk need not be stored. Does
-        nothing if no chunk-cache of this namespace and fingerprint was ever stored. Raises StoreError if the catalog
-        cannot be written. Raises ValueError (UnicodeEncodeError) for a text with half a surrogate pair, and
-        OverflowError for a number of more than 63 bits.
+        nothing if no chunk-cache of this namespace and fingerprint was ever stored.
         """
         with self._db.writing() as connection:
             number, place = mark
@@ -88,9 +85,7 @@ class FoundTexts:
         """Return the captured texts that have one of these marks, in no order, [] without any.
 
         Only texts with a stored variant that is shared or private to `session`. A text occurs once for each of its
-        marks that is among the keys of `marks`; the values are not used. Raises StoreError if the catalog cannot be
-        read. Raises ValueError (UnicodeEncodeError) for a text with half a surrogate pair, and TypeError for marks that
-        JSON cannot hold.
+        marks that is among the keys of `marks`; the values are not used.
         """
         with self._db.reading() as connection:
             given = {

@@ -83,8 +83,7 @@ def pack_ids(ids: Sequence[str]) -> bytes | str:
 def unpack_ids(packed: bytes | str) -> tuple[str, ...]:
     """Return the ids that `pack_ids` has packed, () without any.
 
-    Raises ValueError, TypeError or RecursionError for damaged text, and AttributeError for a column that is None or a
-    whole number. Damaged bytes, and some damaged text, give other ids and raise nothing.
+    Damaged bytes, and some damaged text, give other ids and raise nothing.
     """
     if isinstance(packed, str):
         return tuple(json.loads(packed))
@@ -97,9 +96,7 @@ def unpack_ids(packed: bytes | str) -> tuple[str, ...]:
 def row_of(variant: Variant, *, file_bytes: int, frequency: float) -> CatalogRow:
     """Return the row of a variant, with its checksum, and with `inter` as float32.
 
-    `file_bytes` is the size of its file in bytes, and `frequency` takes the place of its `reuse_frequency`. Raises
-    TypeError, ValueError, AttributeError or struct.error for fields of a wrong type, and OverflowError or struct.error
-    for numbers out of range.
+    `file_bytes` is the size of its file in bytes, and `frequency` takes the place of its `reuse_frequency`.
     """
     key = variant.key
     row = CatalogRow(
@@ -118,9 +115,7 @@ def row_of(variant: Variant, *, file_bytes: int, frequency: float) -> CatalogRow
 def sum_of(namespace: str, fingerprint: str, row: CatalogRow) -> int:
     """Return the xxh3 (64 bit) of everything that never changes in a row, as SQLite's signed integer.
 
-    It covers all columns but `reuse_frequency` and `row_sum`, and the two names. Raises TypeError, ValueError,
-    AttributeError or struct.error for a column of the wrong kind, and OverflowError or struct.error for a number out of
-    range.
+    It covers all columns but `reuse_frequency` and `row_sum`, and the two names.
     """
     ids = row.origin_prefix
     owner = "shared" if row.session is None else "of " + row.session
@@ -144,7 +139,7 @@ def sum_of(namespace: str, fingerprint: str, row: CatalogRow) -> int:
 def sum_of_scores(inter: bytes | None) -> int:
     """Return the xxh3 (64 bit) of a variant's token scores, as SQLite's signed integer.
 
-    None, for no scores, has a checksum too. Raises TypeError for a column that is not bytes.
+    None, for no scores, has a checksum too.
     """
     length = struct.pack("<q", -1 if inter is None else len(inter))
     return xxhash.xxh3_64_intdigest(length + (inter or b"")) - _HALF

@@ -143,8 +143,8 @@ class DiskTier:
         """Write the file completely, wait until it is synced, and then give it its name.
 
         Missing folders are created. A file of the same id and time is replaced. `writer` is a token of hex digits,
-        which marks the temporary file. Raises OSError if the system refuses a step. There is no new file then, and no
-        temporary one, unless only the last step failed, which syncs the folder.
+        which marks the temporary file. There is no new file then, and no temporary one, unless only the last step
+        failed, which syncs the folder.
         """
         path = self.path(variant.variant_id, variant.created)
         temporary = self._temporary(path, writer)
@@ -202,11 +202,11 @@ class DiskTier:
             stored.close()
 
     def remove(self, variant_id: str, created: float) -> None:
-        """Delete the file, if it exists; its folder stays. Raises OSError if the system refuses."""
+        """Delete the file, if it exists; its folder stays."""
         self.path(variant_id, created).unlink(missing_ok=True)
 
     def sync_removed(self, files: Iterable[FileRef]) -> None:
-        """Sync the folders of deleted files, so that a power cut brings none back. Raises OSError."""
+        """Sync the folders of deleted files, so that a power cut brings none back."""
         for folder in {self.path(file.variant_id, file.created).parent for file in files}:
             if folder.is_dir():
                 sync_folder(folder)
@@ -249,7 +249,7 @@ class DiskTier:
 
 
 def sync_folder(folder: Path) -> None:
-    """Wait until the names in a folder are on the disk. Raises OSError if the system refuses."""
+    """Wait until the names in a folder are on the disk."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

@@ -41,7 +41,7 @@ class Loader:
             unused: positions that need not be read; extents with other tokens too are read nevertheless.
 
         Raises nothing for a closed store, or if the system has no room for a thread: all extents then fail with
-        `LoadFailure.CLOSED`. Raises ForkError in a forked process, unless `stored` is empty.
+        `LoadFailure.CLOSED`.
         """
         extents = [
             Extent(variant, start, first, last, kept=self._store.keeps(variant))

@@ -181,10 +181,6 @@ class PendingLoads:
         Returns at once if other threads are reading all that is left. After each read the layer is placed, if `send_to`
         was called and memory does not keep the chunk-cache, and `on_change` is called. A chunk-cache that cannot be
         read, or memory that is short, raises nothing: its incomplete extents become `lost`.
-
-        Raises what `on_change` raises, and what the sink of `send_to` raises, except OSError, ValueError, RuntimeError
-        and MemoryError, which make extents `lost` too. Raises AssertionError if the tensor of a chunk-cache is not
-        allocated.
         """
         scratch: Tensor | None = None
         for number in itertools.count():
@@ -253,8 +249,7 @@ class PendingLoads:
     def fail(self, code: LoadFailure, reason: str) -> None:
         """Mark all incomplete extents as `lost`, with this code and reason, and call `on_change`.
 
-        A `wait` looks again at its condition. To be called while no extent is being read. Raises what `on_change`
-        raises.
+        A `wait` looks again at its condition. To be called while no extent is being read.
         """
         with self._lock:
             for extents in self._by_chunk.values():
@@ -521,8 +516,7 @@ class PendingLoads:
         """Wait until `ready()` is true; return True then, False after `timeout` seconds.
 
         `ready` is called at once, and again after each read, `fail` and `close`, with the lock of these loads held.
-        `close` alone does not end the wait. `timeout` None waits without limit. The time counts in `waited_s`. Raises
-        what `ready` raises.
+        `close` alone does not end the wait. `timeout` None waits without limit. The time counts in `waited_s`.
         """
         started = time.perf_counter()
         try:
@@ -537,8 +531,7 @@ class PendingLoads:
         Extents that have not loaded it are left out without waiting; `failed` names those that are lost. Chunk-caches
         that readers place themselves (see `send_to`) are left out too, except layers that were loaded before `send_to`:
         all of these are placed in the sink given there. With `below`, only complete extents that end at or before this
-        position are placed, and none again after its last layer. Raises what `place` of the sink raises, such as
-        torch's RuntimeError.
+        position are placed, and none again after its last layer.
         """
         self._place_waiting()
         with self._lock:

@@ -93,8 +93,6 @@ class Backend(Protocol):
         `RemoteConfig.variants_per_chunk`, some or all are left out: engines never write that many. A place without rows
         has an empty dictionary. Entries without a payload are left out; Redis also removes their rows. The list is
         empty without places.
-
-        Raises OSError if the server fails; a shared folder that has vanished counts as that.
         """
 
     async def names(self, place: str) -> list[str]:
@@ -102,7 +100,7 @@ class Backend(Protocol):
 
         An entry is complete if it has both a row and a payload; Redis removes rows without a payload. Names include the
         place, as those of `lookup` do, and are in no order. Of a place with more rows than `lookup` accepts, Redis
-        leaves out all. A shared folder that has vanished has no entries. Raises OSError if the server fails.
+        leaves out all. A shared folder that has vanished has no entries.
         """
 
     def read(self, name: str) -> AsyncIterator[bytes | memoryview]:
@@ -115,25 +113,23 @@ class Backend(Protocol):
         """Send payload and row, the row visible only after its payload. Returns False if there is no room, else True.
 
         An entry of the same name is replaced. A folder removes the entries that were read or written least recently to
-        make room. `parcel.replaces` is ignored here: the caller removes it. Raises OSError if the server fails, or the
-        shared folder has vanished.
+        make room. `parcel.replaces` is ignored here: the caller removes it.
         """
 
     async def remove(self, name: str) -> None:
-        """Remove row and payload of an entry; does nothing for an unknown name. Raises OSError if the server fails."""
+        """Remove row and payload of an entry; does nothing for an unknown name."""
 
     async def usage(self) -> Usage:
         """Return the number of complete entries, the bytes of payloads, and the limit; see `Usage`.
 
-        Lists all entries of all engines. A shared folder that has vanished has none. Raises OSError if the server
-        fails.
+        Lists all entries of all engines. A shared folder that has vanished has none.
         """
 
     async def probe(self) -> None:
-        """Send the cheapest request that the server answers. Raises OSError if it does not answer or fails.
+        """Send the cheapest request that the server answers.
 
         A shared folder that has vanished is not noticed.
         """
 
     async def close(self) -> None:
-        """Close all connections of Redis; object stores have none to close. Raises OSError if that fails."""
+        """Close all connections of Redis; object stores have none to close."""

@@ -35,7 +35,7 @@ def shown_url(url: str) -> str:
     """Return a URL for messages and logs: "***@" for user and password, and "?***" for all that follows ? or #.
 
     Host, port and path are kept. A URL that cannot be divided safely is "scheme:***", and one of an unknown scheme
-    (also one in capitals) is "***": after a typo, a password may be anywhere. Raises nothing.
+    (also one in capitals) is "***": after a typo, a password may be anywhere.
 
     >>> shown_url("redis://me:sec'ret@host:6379/0?password=secret")
     'redis://***@host:6379/0?***'
@@ -59,7 +59,7 @@ def hidden(text: str, url: str) -> str:
     """Return a library's message about this URL without its secrets, or a note if it may hold parts of them.
 
     The URL in the text is replaced by `shown_url`. If the text then holds five characters in a row of a word of the URL
-    that is not shown, or such a word of three or four, all of the text is replaced by the note. Raises nothing.
+    that is not shown, or such a word of three or four, all of the text is replaced by the note.
 
     >>> hidden("cannot reach redis://me:secret@host:6379/0 (refused)", "redis://me:secret@host:6379/0")
     'cannot reach redis://***@host:6379/0 (refused)'

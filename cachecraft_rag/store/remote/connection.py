@@ -177,7 +177,7 @@ class Connection(Closeable):
 
 
 def _backend_of(config: RemoteConfig) -> Backend:
-    """Return the backend for the URL. Raises ConfigError."""
+    """Return the backend for the URL."""
     try:
         if config.scheme in REDIS_SCHEMES:
             from cachecraft_rag.store.remote.redis_backend import RedisBackend

@@ -82,8 +82,7 @@ class ObjectBackend:
 
         A place without entries has an empty dictionary. Of a place only the first 64 complete entries that the server
         lists count, or `RemoteConfig.variants_per_chunk` if that is more; rows beyond 4 MiB of a place, empty rows, and
-        entries removed meanwhile are left out. The list is empty without places. Raises OSError if the server fails, or
-        FileNotFoundError if the shared folder has vanished.
+        entries removed meanwhile are left out. The list is empty without places.
         """
         await self._require_folder()
         return await asyncio.gather(*(self._rows(place) for place in places))
@@ -114,7 +113,7 @@ class ObjectBackend:
     async def names(self, place: str) -> list[str]:
         """Return the names of the complete entries in a place, [] if it has none, also if a shared folder has vanished.
 
-        Names include the place, are in no order, and are not limited in number. Raises OSError if the server fails.
+        Names include the place, are in no order, and are not limited in number.
         """
         return [name for name, entry in (await self._list(place)).items() if len(entry) == 2]
 
@@ -145,8 +144,7 @@ class ObjectBackend:
 
         An entry of the same name is replaced. In a folder, the first call, and then one call after each 1/16 of the
         budget that was written, first removes the entries that were read or written least recently, incomplete ones
-        too, until 1/16 of the budget (or the size of this entry, if that is more) is free. Raises OSError if the server
-        fails, FileNotFoundError if the shared folder has vanished.
+        too, until 1/16 of the budget (or the size of this entry, if that is more) is free.
         """
         await self._require_folder()
         if self._folder is not None:
@@ -184,7 +182,7 @@ class ObjectBackend:
     async def remove(self, name: str) -> None:
         """Remove an entry, if it exists. The row is removed first: a payload without a row does not count.
 
-        Does nothing for an unknown name, and in a shared folder that has vanished. Raises OSError if the server fails.
+        Does nothing for an unknown name, and in a shared folder that has vanished.
         """
         for kind in ("row", "cache"):
             # another engine has removed it; only folders report this
@@ -195,14 +193,14 @@ class ObjectBackend:
         """Return the number of complete entries, the bytes of their payloads, and the budget of a folder, else None.
 
         The budget is `RemoteConfig.budget_bytes`, by default 20 GiB. All entries are listed; a shared folder that has
-        vanished has none. Raises OSError if the server fails.
+        vanished has none.
         """
         whole = [entry for entry in (await self._list("")).values() if len(entry) == 2]
         budget = None if self._folder is None else self._config.budget_bytes or _FOLDER_BYTES
         return Usage(len(whole), sum(entry["cache"]["size"] for entry in whole), budget)
 
     async def probe(self) -> None:
-        """List a place that does not exist. Raises OSError if the server does not answer or refuses.
+        """List a place that does not exist.
 
         A shared folder that has vanished raises nothing.
         """

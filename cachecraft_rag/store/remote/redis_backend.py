@@ -76,8 +76,7 @@ class RedisBackend:
 
         Rows without a payload are left out, and removed on the server. A place without rows has an empty dictionary,
         and so has one with more than 64 rows, or than `RemoteConfig.variants_per_chunk` if that is more; rows beyond 4
-        MiB of a place are left out. The list is empty without places. Raises OSError if the server fails, as
-        TimeoutError if it is too slow.
+        MiB of a place are left out. The list is empty without places.
         """
         most = max(MOST_VARIANTS, self._config.variants_per_chunk)
 
@@ -97,8 +96,7 @@ class RedisBackend:
         """Return the names of the complete entries in a place, with the place, in no order; [] if it has none.
 
         Rows without a payload are removed on the server. [] also for a place with more than 64 rows, or than
-        `RemoteConfig.variants_per_chunk` if that is more. Raises OSError if the server fails, as TimeoutError if it is
-        too slow.
+        `RemoteConfig.variants_per_chunk` if that is more.
         """
         (rows,) = await self.lookup([place])
         return list(rows)
@@ -127,8 +125,7 @@ class RedisBackend:
     async def write(self, parcel: Parcel) -> bool:
         """Send payload and row in one transaction. Returns False if the server is full and evicts nothing, else True.
 
-        An entry of the same name is replaced. Raises OSError if the server fails otherwise, as TimeoutError if it is
-        too slow.
+        An entry of the same name is replaced.
         """
         async with self._redis.pipeline(transaction=True) as both:
             both.set(f"{self._prefix}data/{parcel.name}", b"".join(parcel.payload))
@@ -142,10 +139,7 @@ class RedisBackend:
         return True
 
     async def remove(self, name: str) -> None:
-        """Remove row and payload of an entry in one transaction; does nothing for an unknown name.
-
-        Raises OSError if the server fails, as TimeoutError if it is too slow.
-        """
+        """Remove row and payload of an entry in one transaction; does nothing for an unknown name."""
         place, _, file = name.rpartition("/")
         async with self._redis.pipeline(transaction=True) as both:
             both.hdel(f"{self._prefix}rows/{place}", file)
@@ -155,7 +149,7 @@ class RedisBackend:
     async def usage(self) -> Usage:
         """Return the number of payloads that have a row, the bytes of all payloads, and `maxmemory`, None without one.
 
-        Looks at every key of the database. Raises OSError if the server fails, as TimeoutError if it is too slow.
+        Looks at every key of the database.
         """
 
         async def ask() -> Usage:
@@ -175,11 +169,11 @@ class RedisBackend:
         return await self._answer(ask())
 
     async def probe(self) -> None:
-        """Ping the server. Raises OSError if it does not answer or refuses, as TimeoutError if it is too slow."""
+        """Ping the server."""
         await self._answer(self._redis.ping())
 
     async def close(self) -> None:
-        """Close all connections. Raises OSError if that fails."""
+        """Close all connections."""
         await self._answer(self._redis.aclose())
 
     async def _answer(self, asking: Awaitable[T]) -> T:

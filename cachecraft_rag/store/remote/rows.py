@@ -55,8 +55,7 @@ class Row:
     def encode(self) -> bytes:
         """Return the bytes of the row, without a signature. The session of the variant is not in it.
 
-        NaN and infinities are written, and `decode_row` refuses them. Raises TypeError or ValueError for fields that
-        JSON cannot hold, such as a NumPy float32, and struct.error if `created` is not a number.
+        NaN and infinities are written, and `decode_row` refuses them.
         """
         variant = self.variant
         values = {
@@ -75,8 +74,7 @@ class Row:
 def name_of(variant: Variant) -> str:
     """Return the name of row and payload: `place_of` its key, "/", variant id, "-" and `created_hex`.
 
-    It includes `created`, so an old row never refers to a newer payload. Raises struct.error if `created` is not a
-    number.
+    It includes `created`, so an old row never refers to a newer payload.
     """
     return f"{place_of(variant.key)}/{variant.variant_id}-{created_hex(variant.created)}"
 
@@ -106,7 +104,7 @@ def unframed(raw: bytes) -> tuple[bytes, bytes, bytes]:
 
 
 def created_hex(created: float) -> str:
-    """Return the time as 16 hex digits, which sort like times from 0 on. Raises struct.error if it is not a number."""
+    """Return the time as 16 hex digits, which sort like times from 0 on."""
     return struct.pack(">d", created).hex()
 
 
@@ -152,7 +150,7 @@ def decode_row(raw: bytes, *, namespace: str, fingerprint: str, chunk_id: str) -
 
 
 def _variant_of(row: Mapping[str, Any]) -> Variant:
-    """Return the variant of a row's fields, without unknown ones. Raises LookupError, TypeError, ValueError."""
+    """Return the variant of a row's fields, without unknown ones."""
     key = VariantKey(**{field.name: row[field.name] for field in fields(VariantKey)})
     given = {name: row[name] for name in _AS_THEY_ARE} | {"inter": tuple(array("f", row["inter"]))}
     payload = Payload(

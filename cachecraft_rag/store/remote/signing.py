@@ -68,7 +68,7 @@ class Signer:
     def confirms(self, seal: bytes, number: int, data: bytes | bytearray) -> bool:
         """Return True if `data` is slice `number` (from 0) of the payload of this seal, by any of the keys.
 
-        False for other data, and if the seal has no such slice. Raises nothing.
+        False for other data, and if the seal has no such slice.
         """
         digest = seal[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
         return any(hmac.compare_digest(_slice_mac(key, data), digest) for key in self.keys)

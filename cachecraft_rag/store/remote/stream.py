@@ -116,7 +116,7 @@ class RemoteStream(Closeable):
             self._end("whole")
 
     def close(self) -> None:
-        """Cancel the transfer at once, without reporting an outcome; a second call does nothing. Raises nothing.
+        """Cancel the transfer at once, without reporting an outcome; a second call does nothing.
 
         A read in another thread or after this call ends with OSError, or with bytes that had arrived.
         """

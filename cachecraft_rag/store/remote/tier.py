@@ -219,8 +219,6 @@ class RemoteTier(Closeable):
         failures. Once sent, the oldest variants of its chunk beyond `config.variants_per_chunk` are removed from the
         remote, and so is an unsigned one of the same identity that `find` has refused. A transfer that fails is counted
         in `RemoteStats.captures` and logged, not raised; one for which the remote has no room is only counted.
-
-        Raises TypeError or ValueError for a field that JSON cannot hold, and struct.error if `created` is not a number.
         """
         if variant.session is not None or self._closed:
             return False
