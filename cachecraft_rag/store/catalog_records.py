@@ -98,10 +98,10 @@ class RowFilter:
         check_number("created_before", self.created_before, least=-math.inf, optional=True)
 
     def as_sql(self) -> tuple[str, list[str | float]]:
-        """Return a condition on variants `v` and scopes `s`, and a new list of its parameters, one for each `?`.
+        """Return a condition on variants `v` and scopes `s`, and a parameter for each `?`; "TRUE" without a choice.
 
-        Without a choice these are "TRUE" and []. The condition consists of the given parts only: with `? IS NULL OR …`
-        for the others SQLite would use no key and read every row.
+        It consists of the given parts only: with `? IS NULL OR …` for the others SQLite would use no key and read every
+        row.
         """
         chunks = None if self.chunk_ids is None else json.dumps(self.chunk_ids)
         parts = (

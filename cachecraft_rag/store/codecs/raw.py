@@ -39,10 +39,7 @@ class Raw(Codec):
         return kv.view(-1).view(torch.uint8)
 
     def decode(self, block: Tensor, *, out: Tensor) -> None:
-        """Copy a block, uint8 `[bytes]`, to `out` `[2, tokens, kv_heads, head_dim]`; `in_place` avoids the copy.
-
-        Raises ValueError for a block of another length, and torch's RuntimeError if `out` is not contiguous.
-        """
+        """Copy a block, uint8 `[bytes]`, to `out` `[2, tokens, kv_heads, head_dim]`; `in_place` avoids the copy."""
         import torch
 
         if len(block) != out.nbytes:

@@ -53,10 +53,7 @@ class Row:
     token_scores: TokenScores
 
     def encode(self) -> bytes:
-        """Return the bytes of the row, without a signature. The session of the variant is not in it.
-
-        NaN and infinities are written, and `decode_row` refuses them.
-        """
+        """Return the bytes of the row, without a signature or the session. NaN is written; `decode_row` refuses it."""
         variant = self.variant
         values = {
             "layout_version": LAYOUT_VERSION,
@@ -72,21 +69,12 @@ class Row:
 
 
 def name_of(variant: Variant) -> str:
-    """Return the name of row and payload: `place_of` its key, "/", variant id, "-" and `created_hex`.
-
-    It includes `created`, so an old row never refers to a newer payload.
-    """
+    """Return the name of row and payload; with `created`, so an old row never refers to a newer payload."""
     return f"{place_of(variant.key)}/{variant.variant_id}-{created_hex(variant.created)}"
 
 
 def framed(created: bytes, text: bytes, signature: bytes = b"") -> bytes:
-    """Return a row: `created`, a checksum over what follows it, JSON, and the signature, if any, on a new line.
-
-    Args:
-        created: the 16 hex digits of `created_hex`.
-        text: the JSON, which must not contain a line end. That is not checked.
-        signature: b"": none, and then no line end either.
-    """
+    """Return a row: `created_hex`, a checksum over the rest, JSON (one line), and on a new line any signature."""
     rest = text + b"\n" + signature if signature else text
     return created + xxhash.xxh3_64_hexdigest(rest).encode("ascii") + rest
 
@@ -94,8 +82,7 @@ def framed(created: bytes, text: bytes, signature: bytes = b"") -> bytes:
 def unframed(raw: bytes) -> tuple[bytes, bytes, bytes]:
     """Take apart a row of `framed`: return `created`, the JSON, and the signature, b"" without one.
 
-    Raises ValueError if the checksum over JSON and signature is wrong, so for fewer than 32 bytes too. Neither
-    `created` nor the JSON itself is checked.
+    Raises ValueError if the checksum is wrong. Neither `created` nor the JSON is checked.
     """
     if xxhash.xxh3_64_hexdigest(raw[32:]).encode("ascii") != raw[16:32]:
         raise ValueError("row damaged: checksum")
@@ -109,11 +96,7 @@ def created_hex(created: float) -> str:
 
 
 def place_of(key: VariantKey) -> str:
-    """Return the folder of a chunk of one tenant and model, without a slash at its end.
-
-    It is a digest of namespace and fingerprint, "/", and a digest of the chunk id, 32 hex digits each: ids may hold
-    anything. The origin prefix does not matter.
-    """
+    """Return the folder of a chunk of one tenant and model: digests, because ids may hold anything."""
     scope = digest("remote scope", key.namespace, key.fingerprint)
     return f"{scope}/{digest('remote chunk', key.chunk_id)}"
 
@@ -122,8 +105,7 @@ def decode_row(raw: bytes, *, namespace: str, fingerprint: str, chunk_id: str) -
     """Return the row of a variant of this chunk from its bytes.
 
     Its variant has `home` "remote", no session, a `payload` without a layout, and `reuse_frequency` 0: false uses could
-    keep a variant in the local store forever. The array of its token scores cannot be written. The signature, if any,
-    is not verified here, see `signing`; nor is the codec looked up.
+    keep a variant in the local store forever. Neither the signature (see `signing`) nor the codec is checked here.
 
     Raises ValueError, never ConfigError, if the row has more than 4 MiB, is damaged, has impossible values or another
     layout version, or belongs to another namespace, fingerprint or chunk.
