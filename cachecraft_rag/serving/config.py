@@ -57,10 +57,7 @@ class Audits:
 
     @classmethod
     def of(cls, value: str | float) -> Self:
-        """Return the audits that a word or a number asks for: "off", "idle" (every answer), or a share from 0 to 1.
-
-        The word may also be the text of such a number. The other fields have their defaults. Raises ConfigError for any
-        other word, for a number that is not a share, NaN included, and for a value of another type.
+        """Return the audits for "off", "idle" (every answer), or a share from 0 to 1, also as text.
 
         >>> Audits.of("idle").share, Audits.of("off").share, Audits.of("0.25").share
         (1.0, 0.0, 0.25)

@@ -56,21 +56,11 @@ class AuditLog:
         self._opened_file = _identity(self._database.path)
 
     def close(self) -> None:
-        """Close the file, after calls in other threads; a second call does nothing.
-
-        `add` and `read` then raise StoreError.
-        """
+        """Close the file, after calls in other threads."""
         self._database.close()
 
     def add(self, namespace: str, fingerprint: str, audit: Audit) -> None:
-        """Store a result, and remove the oldest ones of this namespace and model beyond the limit.
-
-        A request that has a result already gets another one.
-
-        Raises:
-            ValueError: `namespace`, `fingerprint`, or a name in the result such as its request id holds half a
-                surrogate pair.
-        """
+        """Store a result, and remove the oldest ones of this namespace and model beyond the limit."""
         row = (
             audit.request_id,
             audit.created,
@@ -96,10 +86,9 @@ class AuditLog:
     def read(
         self, *, namespace: str | None = None, fingerprint: str | None = None, limit: int = -1
     ) -> list[Audit]:
-        """Return at most `limit` results (-1: all), the latest first, of one namespace and model; with None: of all.
+        """Return at most `limit` results (-1: all), the last written first, of one namespace and model (None: all).
 
-        "Latest" means written last. The list is empty if nothing fits, or with a `limit` of 0. Damaged rows are left
-        out.
+        Damaged rows are left out.
         """
         asked = {"namespace": namespace, "fingerprint": fingerprint, "limit": limit}
         with self._database.reading() as connection:
@@ -116,16 +105,7 @@ class AuditLog:
 def audits_in(
     folder: Path, *, namespace: str | None = None, fingerprint: str | None = None, limit: int = -1
 ) -> list[Audit]:
-    """Return the results in a folder, the latest first; an empty list if nothing was audited there.
-
-    "Latest" means written last. Damaged rows are left out. A missing file is not made.
-
-    Args:
-        folder: the folder of the chunk-caches.
-        namespace: only results of this tenant; None: of all.
-        fingerprint: only results of the model with this fingerprint; None: of all.
-        limit: most results; -1: all.
-    """
+    """Return the results in a folder of chunk-caches, see `AuditLog.read`. A missing file is not made."""
     if not os.path.isfile(folder / AUDIT_FILE):
         return []
     log = AuditLog(folder, kept=1)  # reading removes nothing
