@@ -38,16 +38,7 @@ class DecodeStep:
 
 @torch.inference_mode()
 def extend(stack: Stack, buffer: KVBuffer, tokens: Sequence[int], position: int) -> Tensor:
-    """Compute these tokens, the first at `position`, and write their keys and values to the buffer.
-
-    They attend to everything that the buffer holds before them: all earlier positions must be filled.
-
-    Returns:
-        Their hidden states `[streams, tokens, hidden]` after the last layer, before the model's final norm.
-
-    On a CPU, raises IndexError for a token id that the model does not have, and for a position beyond the buffer. On a
-    GPU torch reports both later, as a RuntimeError.
-    """
+    """Compute tokens from `position` on into the buffer; return `[streams, tokens, hidden]`, not normed."""
     positions = np.arange(position, position + len(tokens))
     return _compute(stack, [_row_pass(stack, buffer, tokens, positions)])
 
@@ -56,13 +47,8 @@ def extend(stack: Stack, buffer: KVBuffer, tokens: Sequence[int], position: int)
 def extend_all(stack: Stack, steps: Sequence[DecodeStep]) -> Tensor:
     """Compute one step of each of several answers in one pass, and write its keys and values to the steps' buffers.
 
-    Stale tokens that a step refreshes are computed and written too, and count in `Refresh.refreshed`. They are not in
-    the result.
-
-    Returns:
-        Hidden states `[streams, steps, hidden]` of the steps' tokens after the last layer, in the order of `steps`.
-
-    Also raises what the model or a kernel raises, such as MemoryError or torch's RuntimeError without memory.
+    Returns hidden states `[streams, steps, hidden]` of the steps' tokens after the last layer. Stale tokens that a step
+    refreshes are computed and written too, but not in the result.
     """
     passes = [_step_pass(stack, step) for step in steps]
     hidden = _compute(stack, passes)

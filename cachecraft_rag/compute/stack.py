@@ -49,18 +49,9 @@ class LayerPass(Protocol):
     ) -> Tensor:
         """Attend in one layer, from the rows of the pass to everything before them.
 
-        A prefill or decode step also writes the rows' rotated keys and their values to the request's buffer here.
-
-        Args:
-            layer: index of the layer.
-            q: raw queries (before rotary embedding) `[rows, heads, head_dim]`.
-            k, v: raw keys and values of the same rows `[rows, kv_heads, head_dim]`.
-            settings: attention settings of the layer.
-
-        Returns:
-            The attention's output `[rows, heads, head_dim]`, before the layer's output projection.
-
-        Raises RuntimeError for a layer that has failed and cannot be repeated, see `row_pass.RowPass.attend`.
+        A prefill or decode step also writes the rows' rotated keys and their values to the request's buffer here. `q`
+        `[rows, heads, head_dim]`, `k` and `v` `[rows, kv_heads, head_dim]` are not rotated. Returns `[rows, heads,
+        head_dim]`, before the output projection. For a layer that failed before see `row_pass.RowPass.attend`.
         """
 
 
@@ -73,16 +64,10 @@ class Ranks(Protocol):
     """
 
     def own_heads(self, kv: Tensor) -> Tensor:
-        """Return this rank's share of `kv` `[2, tokens, all kv_heads, head_dim]`: `[2, tokens, kv_heads, head_dim]`.
-
-        It is a view, or `kv` itself for a single rank. Asks no other rank.
-        """
+        """Return this rank's share of `kv` `[2, tokens, all kv_heads, head_dim]`, a view. Asks no other rank."""
 
     def mean(self, seen: Tensor) -> Tensor:
-        """Return a statistic of this rank's heads, of any shape, averaged over the ranks; the shape stays.
-
-        `seen` is not changed, and may be returned itself.
-        """
+        """Return a statistic of this rank's heads, of any shape, averaged over the ranks. May return `seen` itself."""
 
     def agree(self, lost: frozenset[T]) -> frozenset[T]:
         """Return the union of the sets of all ranks, such as of what each could not load; the same on every rank."""
@@ -146,25 +131,18 @@ class Stack(Protocol):
         """For each layer, the number of its rotary table: layers with equal numbers rotate alike."""
 
     def rope(self, positions: Tensor, kind: int = 0) -> tuple[Tensor, Tensor]:
-        """Return cos and sin of one rotary table at these positions, int64 `[rows]`; each is `[rows, rotary_dim]`.
+        """Return cos and sin of one of `rotary_kinds` at int64 `[rows]`, each `[rows, rotary_dim]`.
 
-        They are in the stack's dtype, on its device. `kind` is one of `rotary_kinds`. The table of layers that do not
-        rotate has a rotary_dim of 0.
+        They are in the stack's dtype, on its device. The table of layers that do not rotate has a rotary_dim of 0.
         """
 
     def layer(
         self, index: int, hidden: Tensor, *, positions: Tensor, layer_pass: LayerPass
     ) -> Tensor:
-        """Run one layer over `hidden` `[streams, rows, hidden]` and return its output, of the same shape.
+        """Run one layer over `hidden` `[streams, rows, hidden]`, which may be overwritten, and return its output.
 
         The layer's attention calls `layer_pass.attend`, or writes and attends to the rows of a pass itself if all of
-        them are `plain` (`row_pass.plain_rows`).
-
-        Args:
-            index: index of the layer.
-            hidden: input of the layer, which may overwrite it.
-            positions: int64 `[rows]`, positions of the rows in their prompts.
-            layer_pass: the pass, or several joint passes, whose rows these are.
+        them are `plain` (`row_pass.plain_rows`). `positions` are int64 `[rows]`.
         """
 
 
@@ -181,10 +159,7 @@ class RotaryTables:
 
     @classmethod
     def of(cls, stack: Stack, positions: Tensor) -> RotaryTables:
-        """Return the tables of a stack at these positions, int64 `[positions]` on its device.
-
-        There is one for each number in `Stack.rotary_kinds`.
-        """
+        """Return the tables of a stack at these positions, int64 `[positions]` on its device."""
         kinds = stack.rotary_kinds
         return cls(kinds, [stack.rope(positions, kind) for kind in range(max(kinds) + 1)])
 
@@ -193,16 +168,13 @@ class RotaryTables:
         return self.tables[self.kinds[layer]]
 
     def rows(self, positions: Tensor) -> RotaryTables:
-        """Return a copy of the tables' rows at these indices, int64 `[rows]`: each table is then `[rows, rotary_dim]`.
-
-        The indices count the positions of these tables.
-        """
+        """Return a copy of the tables' rows at these indices, int64 `[rows]`."""
         return RotaryTables(
             self.kinds, [(cos[positions], sin[positions]) for cos, sin in self.tables]
         )
 
     def layers(self, kind: int) -> list[int]:
-        """Return the indices of the layers of one kind, ascending; [] if there are none.
+        """Return the indices of the layers of one kind, ascending.
 
         >>> RotaryTables([0, 1, 0], []).layers(0)
         [0, 2]
@@ -213,8 +185,7 @@ class RotaryTables:
 def keys_per_row_of(config: PretrainedConfig) -> float:
     """Return the number of keys that cost as much to attend to as the rest of a row, estimated from a model's config.
 
-    It is `Stack.keys_per_row`. Of a mixture of experts, only the experts that one token uses are counted. If the layers
-    differ, the last one counts.
+    Of a mixture of experts, only the experts that one token uses count; of layers that differ, the last one.
     """
     # Gemma 4: its layers differ
     last_layer = [config, *(getattr(config, "per_layer_config", None) or ())][-1]

@@ -46,11 +46,7 @@ class AttentionReceived:
     def observe(
         self, layer: int, q: Tensor, k: Tensor, visible: Visibility, settings: AttentionSettings
     ) -> None:
-        """Add the attention of one of the deeper layers to the sum; does nothing for other layers.
-
-        Deeper layers are those from two fifths of the layers on, with `every` only each n-th of them. `q` is `[watched
-        rows, heads, head_dim]` and `k` `[keys, kv_heads, head_dim]`, both rotated; see `Observer.observe`.
-        """
+        """Add the attention of one of the deeper layers, from two fifths on (`every` n-th), to the sum."""
         if layer not in self._layers:
             return
         keys = k[: self.watched.stop]  # later keys are not computed yet
@@ -68,19 +64,12 @@ class AttentionReceived:
         self._received = received if self._received is None else self._received + received
 
     def seen(self) -> Tensor:
-        """Return the attention to each position up to the last watched position, float32 `[positions]`.
-
-        It is the sum over the observed layers and rows, averaged over heads; a row's own position is left out. The
-        tensor is on the model's device and belongs to this object.
-        """
+        """Return the attention to each position up to the last watched one, float32, without a row's own."""
         assert self._received is not None, "the range of layers is never empty"
         return self._received
 
     def received(self, positions: int) -> NDArray[np.float32]:
-        """Return the attention to each of the first `positions` positions, float32 `[positions]`.
-
-        Shorter if fewer positions were seen; otherwise the beginning of `seen`. On a CPU the array shares its memory.
-        """
+        """Return `seen` of the first `positions` positions, float32, on the CPU."""
         attention: NDArray[np.float32] = self.seen()[:positions].cpu().numpy()
         return attention
 
@@ -119,12 +108,11 @@ class Refresh:
         self.refreshed = 0
 
     def begin(self, position: int) -> tuple[NDArray[np.int64], AttentionReceived]:
-        """Return the positions to recompute with the step at `position`, and the observer of that step.
+        """Return the positions to recompute with the step at `position`, int64 ascending, and that step's observer.
 
-        First the earlier attention fades, and that of the step before is added to it: its observer must have observed a
-        pass. Then the stale tokens with the most attention are chosen, at most `rows`. The positions are int64
-        `[chosen]`, ascending; empty once no stale token is left. They count in `refreshed` and are not chosen for a
-        later step. If a step failed and begins again, it gets the same positions and a new observer.
+        First the earlier attention fades, and that of the step before is added to it. Then at most `rows` stale tokens
+        with the most attention are chosen, each once. If a step failed and begins again, it gets the same positions and
+        a new observer.
         """
         if position != self._position:
             self._add_last_step()
