@@ -184,7 +184,7 @@ class OverlappedPrefill:
         return Wait(loads, ready[enough], condition.timeout_s)
 
     def _split(self, rows: float | None = None) -> LoadSplit:
-        """Return the state of computing and loading; `rows` is the cost of rows computed in any case (None: all open)."""
+        """Return the state of computing and loading; `rows` is the cost of rows computed in any case."""
         loads = self._loads
         speed = self._speed
         own_positions = self._rows.open()

@@ -8,9 +8,7 @@ from collections.abc import Sequence
 
 
 def digest(*parts: str) -> str:
-    """Return the 128-bit blake2b of the parts, as 32 hex digits; no two different sequences of parts share an encoding.
-
-    Any text is accepted, half a surrogate pair too, and so is a call without parts.
+    """Return the 128-bit blake2b of any parts, as 32 hex digits; no two different sequences share an encoding.
 
     >>> digest("ab", "c") == digest("a", "bc")
     False
