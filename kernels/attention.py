@@ -37,10 +37,6 @@ def attention(
 
     Returns:
         A new tensor `[rows, heads, head_dim]` in the dtype of `q`. A row that sees no key gets zeros or NaN.
-
-    Raises:
-        ValueError: a wrong number of sinks; with Triton also other shapes or dtypes that do not fit together.
-        KeyError: without Triton, `paths` names a path that is not in `attention_paths.PATHS`.
     """
     if uses_triton(q):
         from cachecraft_rag.kernels.gpu.attention import attend as attend_on_gpu
