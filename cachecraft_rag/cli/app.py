@@ -185,11 +185,7 @@ class LazyGroup(Group):
         return list(COMMANDS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Return the command of this name, and None for an unknown name; imports the command's module.
-
-        While `format_help` runs, nothing is imported: the command has only its name, summary and panel, and an unknown
-        name raises KeyError.
-        """
+        """Return the command of this name, imported now, except while `format_help` needs only its name and summary."""
         if not self._is_listing:
             return super().get_command(ctx, cmd_name)
         entry = COMMANDS[cmd_name]
