@@ -72,7 +72,7 @@ class AnswerStream(Iterator[str]):
 
     @property
     def text(self) -> str:
-        """The text of the pieces that were read so far; "" before the first one."""
+        """The text of the pieces that were read so far."""
         return self._generation.text
 
     @property
@@ -489,7 +489,7 @@ class CacheCraft(Retriever, Closeable):
         Nothing is retrieved for an empty question, which may only follow the result of a tool.
 
         Args:
-            question: the question; not empty, unless the history ends with the result of a tool.
+            question: the question, see `Engine.stream`.
             top_k: how many chunks to retrieve.
             where: filter of chunks by their metadata (see `FaissStore.search`).
             search_history: retrieve with the questions in `history` too (see `Retriever.retrieve`), so that a follow-up

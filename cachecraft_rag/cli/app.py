@@ -128,7 +128,7 @@ class Command(TyperCommand):
     """A command."""
 
     def get_params(self, ctx: Any) -> Any:
-        """Return the list of arguments and options, --help too; the metavar of flags is emptied, for --help."""
+        """Return the arguments and options, --help too, as `_without_types` leaves them."""
         return _without_types(super().get_params(ctx))
 
 
@@ -136,7 +136,7 @@ class Group(TyperGroup):
     """A group of commands."""
 
     def get_params(self, ctx: Any) -> Any:
-        """Return the list of arguments and options, --help too; the metavar of flags is emptied, for --help."""
+        """Return the arguments and options as `Command` does."""
         return _without_types(super().get_params(ctx))
 
 

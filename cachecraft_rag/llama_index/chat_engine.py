@@ -182,7 +182,7 @@ class CacheCraftChatEngine(BaseChatEngine, Closeable):
     async def achat(
         self, message: str, chat_history: list[ChatMessage] | None = None
     ) -> AgentChatResponse:
-        """Same as `chat`, without blocking the event loop. A cancelled task ends the answer."""
+        """Same as `chat`, without blocking the event loop."""
         if chat_history is not None:
             await self.memory.aset(chat_history)
         turn = _Turn(self._checked(message), await self.memory.aget(input=message))

@@ -77,7 +77,7 @@ class CacheCraftLLM(FunctionCallingLLM):
     Args:
         engine: you close it yourself.
         sampling: how tokens are drawn, unless a call has its own `sampling=`.
-        max_tokens: most tokens of an answer, in place of those of `sampling`.
+        max_tokens: most tokens of an answer; overrides that of `sampling`.
         session: see `Engine.stream`.
     """
 

@@ -92,7 +92,7 @@ class WantedVariants:
         )
 
     def answered(self, prompt_tokens: int, candidate: Candidate | None) -> None:
-        """Add the tokens of an answered prompt to the budget, and note the chunks that were fixed in it.
+        """Add an answered prompt's tokens to the budget, and the chunks that were fixed in it to the candidates.
 
         If too many candidates wait, the least valuable one is dropped and counted. Unspent budget is kept up to that of
         100,000 prompt tokens, or of this prompt if it is longer.
