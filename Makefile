@@ -56,7 +56,7 @@ test-gpu: $(VENV)/.dev  ## The tests of the engine and of the kernels on a CUDA 
 	TESTS_DEVICE=cuda $(BIN)/pytest tests/engine
 	$(BIN)/pytest tests/kernels_gpu
 
-lint: $(VENV)/.dev  ## ruff, mypy --strict on the package as it installs, then plain English
+lint: $(VENV)/.dev  ## ruff, mypy --strict on the package as it installs, then plain English, docstrings, generated pages
 	@echo "== ruff"
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -67,6 +67,9 @@ lint: $(VENV)/.dev  ## ruff, mypy --strict on the package as it installs, then p
 	  --python-executable $(CURDIR)/$(BIN)/python -p cachecraft_rag
 	@echo "== plain English"
 	$(BIN)/python docs/site/plain_english.py
+	@echo "== docstrings that say the same, and generated pages"
+	$(BIN)/python docs/site/repeated_lines.py
+	$(BIN)/python docs/site/errors.py --check
 
 lint-deploy: $(VENV)/.deploy  ## The Dockerfile, the Helm chart and the workflows: hadolint, Helm's linter, Kubernetes' schemas
 	TESTS_REQUIRE_LINTERS=1 $(BIN)/pytest tests/deploy

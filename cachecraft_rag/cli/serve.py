@@ -65,10 +65,7 @@ class ServerOptions:
         check_whole("--tensor-parallel-size", self.tensor_parallel_size, least=1)
 
     def for_vllm(self) -> list[str]:
-        """Return the arguments for vLLM's server: host, port, number of GPUs, and `max_model_len` unless it is None.
-
-        The other options are not vLLM's, and are not among them.
-        """
+        """Return the arguments for vLLM's server: host, port, number of GPUs, and `max_model_len` unless it is None."""
         arguments = ["--host", self.host]
         arguments += ["--port", str(self.port)]
         arguments += ["--tensor-parallel-size", str(self.tensor_parallel_size)]

@@ -284,7 +284,7 @@ class Link:
         headers: Mapping[str, str] | None = None,
         patient: bool = False,
     ) -> Iterator[httpx.Response]:
-        """Send a request and open the reply. Raises an error for other statuses than 200."""
+        """Send a request and open the reply; ServerError or ConfigError for other statuses, or after `close`."""
         if self._client.is_closed:
             raise self._closed()
         deadline = _Deadline(None if patient else self._total_timeout_s)
@@ -316,7 +316,7 @@ class Link:
             if deadline.passed:
                 raise self._too_slow() from error
             raise self._unreachable(error) from error
-        # of httpx, if another thread closed its client since the check above
+        # of httpx, if another thread closed its client since the check above; any other is a bug and passes
         except RuntimeError as error:
             if self._client.is_closed:
                 raise self._closed() from error

@@ -79,12 +79,8 @@ class PrefillJob:
     def unused(self, rows: Rows, *, may_drop: bool = True) -> NDArray[np.int64]:
         """Return the recomputed positions whose stored keys and values nothing uses, int64, ascending.
 
-        Drift correction uses those of a chunk with stale tokens, and early termination those of the rows that it may
-        drop.
-
-        Args:
-            rows: the rows of the prompt, once no probe will choose others.
-            may_drop: True if early termination may still drop rows.
+        Drift correction uses those of a chunk with stale tokens, and early termination, if it `may_drop` rows, those of
+        these rows. No probe may choose others any more.
         """
         is_unused = rows.reason == RowReason.RECOMPUTED
         if self.drift:

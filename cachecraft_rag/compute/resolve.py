@@ -49,28 +49,19 @@ class Resolved:
 
     @property
     def to_load(self) -> list[tuple[StoredVariant, int]]:
-        """Pairs of a chunk-cache that has to be loaded and its first position in the prompt, in prompt order.
-
-        A new list; [] if nothing has to be loaded.
-        """
+        """Pairs of a chunk-cache to load and its first position in the prompt, in prompt order."""
         bounds = self.job.rows.bounds
         return [(variant, bounds[index]) for index, variant in self.stored.items()]
 
     @property
     def unused(self) -> frozenset[int]:
-        """Positions that need not be loaded although their chunk-cache is open, see `PrefillJob.unused`.
-
-        Empty if a probe will choose the recomputed tokens again, because it sees all that is loaded.
-        """
+        """Positions of open chunk-caches that need not be loaded; none before a probe, which sees all of them."""
         if self.job.probe is not None:
             return frozenset()
         return frozenset(self.job.unused(self.job.rows).tolist())
 
     def close(self) -> None:
-        """Close the variants of `stored`, which ends their reads; a second call does no harm.
-
-        Tensors that were loaded, and the resident chunk-caches of `job`, stay usable. Raises nothing.
-        """
+        """Close the variants of `stored`; tensors that were loaded stay usable."""
         for variant in self.stored.values():
             variant.close()
 
@@ -85,31 +76,12 @@ def resolve(
     answer_tokens: int,
     scores: Mapping[str, TokenScores] | None = None,
 ) -> Resolved:
-    """Decide what is reused, open what is read, and make the prefill job.
+    """Decide what is reused, open what is read, and make the prefill job, which the caller closes.
 
-    If a variant cannot be opened, the plan is made again without it, so variants of an earlier plan may be open and
-    not in use: they are closed. Variants of segments that are recomputed in full are not opened. With several ranks,
-    every rank must call this with the same prompt and look-up, and all of them leave out what one could not open.
-    Nothing is loaded or computed here.
-
-    Args:
-        prompt: the segments of the prompt.
-        found: result of the look-up, with the variants of each segment.
-        config: settings of reuse.
-        store: the store to open variants from.
-        ranks: the tensor-parallel ranks that must all open the same variants.
-        answer_tokens: positions to reserve after the prompt.
-        scores: token scores by variant id, if another process has read them; None reads them from `store`.
-
-    Returns:
-        The plan of the variants that could be opened, with its job. The caller closes it.
-
-    Raises StoreError if the store is closed, and ForkError in a fork of the process that opened it. Raises ValueError
-    for a variant that has another number of values in `inter` than ids in its origin prefix, and for a chunk to fix
-    whose id does not begin with eight hexadecimal digits; the store returns neither. With several ranks, raises
-    AnotherRankFailedError if another rank has given up, and RanksApartError if another rank does not answer in time.
-    Variants that cannot be opened raise nothing: the reason is in the plan, and the store removes those whose bytes are
-    missing or damaged, in the background. If anything is raised, the opened variants are closed.
+    If a variant cannot be opened, the plan is made again without it. Variants of segments that are recomputed in full
+    are not opened. Every rank must call this with the same prompt and look-up, and all of them leave out what one could
+    not open. Nothing is loaded or computed here. `answer_tokens` positions are reserved after the prompt. `scores` are
+    token scores by variant id, if another process has read them.
     """
     opened: dict[str, LoadedVariant | StoredVariant] = {}
     lost: dict[str, str] = {}
@@ -222,14 +194,7 @@ def _resolved(
 def rows_of(plan: Plan, bounds: Sequence[int]) -> Rows:
     """Return the rows of a prompt; the open ones are the positions that are computed regardless of loading.
 
-    All tokens of segments without a variant are NEW, the tokens to recompute of the other segments are RECOMPUTED, and
-    all other tokens are STORED.
-
-    Args:
-        plan: the plan of a prompt.
-        bounds: `[segments + 1]`, segment bounds of the prompt.
-
-    Raises IndexError for a token to compute beyond the end of `bounds`, as when the plan has more segments.
+    All tokens of segments without a variant are NEW, the tokens to recompute of the others RECOMPUTED, the rest STORED.
     """
     new: list[int] = []
     recomputed: list[int] = []
@@ -285,8 +250,8 @@ def _probe(
 ) -> ProbeRequest | None:
     """Return the request for a probe; None if the selector does not probe or a probe would not pay off.
 
-    It would not where there is nothing to choose. The question must not shape the chunks before `_shared_until`, which
-    all users are served; and of the others, none, or every token may be recomputed in any case.
+    The question must not shape the chunks before `_shared_until`, which all users are served; and of the others, none,
+    or every token may be recomputed in any case.
     """
     if not selector_named(config.selector).probes:
         return None
@@ -352,14 +317,12 @@ def _plan_with_probe(
 def executed_plan(resolved: Resolved, loads: PendingLoads, result: PrefillResult) -> Plan:
     """Return the plan as it was executed, with the tokens that were computed instead of loaded, and why.
 
-    It is a new plan, based on the one after the probe if a probe ran. Segments of which nothing was computed instead of
-    loaded stay as they are (`planner.with_not_loaded`). Each segment has one reason. If a part of it failed to load,
-    that is the reason of all its tokens, also of those that were computed because that was expected to be faster.
-    COMPUTED_LATE replaces both for reused segments that are in `result.late`.
+    If a part of a segment failed to load, that is the reason of all its tokens. COMPUTED_LATE replaces it for reused
+    segments that are in `result.late`.
 
     Also drops captures from the recorder of `result`: those of segments that did not fail to load and need no fixing,
     because they are stored already, and those of reused segments that were computed late, because their tokens attended
-    to stored ones. Raises KeyError if `loads` are not those of `resolved`.
+    to stored ones.
     """
     plan = result.plan or resolved.plan
     segments = list(plan.segments)

@@ -55,11 +55,7 @@ class Prompt:
 
     @property
     def bounds(self) -> list[int]:
-        """`[segments + 1]`: segment i covers the positions `bounds[i]:bounds[i + 1]`.
-
-        The first bound is 0, the last one is the number of tokens of the prompt. It is a new list, [0] without
-        segments.
-        """
+        """`[segments + 1]`, from 0 to the prompt's tokens: segment i covers `bounds[i]:bounds[i + 1]`. A new list."""
         edges = [0]
         for segment in self.segments:
             edges.append(edges[-1] + len(segment.token_ids))

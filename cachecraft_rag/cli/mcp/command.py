@@ -96,15 +96,8 @@ def load_while_serving(
 ) -> None:
     """Serve until the client leaves, and load the model meanwhile: clients give a server seconds to answer.
 
-    If loading raises a CacheCraftError, it is printed and not raised: each call of a tool is answered with it until the
-    client leaves, and the agent can report it. A `CacheCraft` that was loaded is closed at the end.
-
-    Args:
-        loaded: gets the `CacheCraft` or the error; the tools wait for it.
-
-    Raises KeyboardInterrupt for Ctrl-C, the error that ended the server, and what loading raises besides: OSError if
-    the tokenizer of `--server` cannot be written to a temporary folder, and RuntimeError or MemoryError if there is no
-    memory for a model. RuntimeError also if the system has no room for a thread.
+    If loading raises a CacheCraftError, it is printed and not raised: each call of a tool is answered with it (`loaded`
+    holds it) until the client leaves, and the agent can report it.
     """
     server.start()
     try:

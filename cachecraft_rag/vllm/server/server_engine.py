@@ -231,15 +231,7 @@ class ServerEngine(AnswerEngine):
         It becomes 0, which means all prompts, without a GPU and wherever else nothing is measured, see
         `VLLMBackend.measured_min_prompt_tokens`. The captures of both are removed.
 
-        If the context is too short for the check, or the store keeps no captures, a warning is logged and nothing is
-        raised: reuse is then unchecked.
-
-        Raises:
-            UnsupportedModelError: reuse is not exact on this model, or vLLM computed the prompts without chunk-caches.
-            StoreError: the store is closed, its folder is gone, or its catalog cannot be read or written.
-            CancelledError: `close` was called meanwhile, or the event loop ends.
-            RuntimeError: vLLM's event loop is closed; also vLLM's own exceptions, such as its ValueError if its
-                `max_logprobs` is below 16.
+        The check and its errors are those of `VLLMBackend.check_reuse`.
         """
         self._backend.check_reuse()
         self.min_prompt_tokens = self._backend.measured_min_prompt_tokens()
