@@ -104,9 +104,9 @@ def serve(
 
     require_installed()  # the other imports take seconds
     from cachecraft_rag.observability.request_log import JsonFormatter
+    from cachecraft_rag.server.settings import ClientSettings, EndpointSettings
     from cachecraft_rag.serving.sampling import SamplingParams
     from cachecraft_rag.vllm.server.launch import serve as run
-    from cachecraft_rag.vllm.settings import ClientSettings, EndpointSettings
 
     for key, advice in _NOT_HERE.items():
         if settings[key] is not None:
@@ -116,7 +116,8 @@ def serve(
     for key in sorted(of_clients & settings.given().keys()):
         warn(f"{settings.entries[key].origin}: {key} has no effect here: clients decide it")
     # settings and self-check; requests have a line each only with --verbose or --log-json
-    logging.getLogger("cachecraft_rag.vllm").setLevel(logging.INFO)
+    for name in ("cachecraft_rag.vllm", "cachecraft_rag.server"):
+        logging.getLogger(name).setLevel(logging.INFO)
     handlers = logging.getLogger("cachecraft_rag").handlers
     plain = server.reuse_plain_prompts or settings.given().get("reuse.plain_prompts") == "reuse"
     run(

@@ -20,6 +20,8 @@ from cachecraft_rag.errors import ServerError, UnsupportedCallError
 from cachecraft_rag.model.facts import DiskSpace
 from cachecraft_rag.observability.stats import RequestStats
 from cachecraft_rag.prompt.builder import checked_chunks
+from cachecraft_rag.server.served_model import ServedModel
+from cachecraft_rag.server.wire import FIELD, MOST_DOCUMENTS, MOST_PRIMED
 from cachecraft_rag.serving.answer_text import answer_text
 from cachecraft_rag.serving.audits.audit import Audit
 from cachecraft_rag.serving.priming import DocumentPrimer, Primer, Related
@@ -27,10 +29,8 @@ from cachecraft_rag.serving.request import Request, RequestProgress
 from cachecraft_rag.store import RowFilter
 from cachecraft_rag.store.durable import Caches, Evicted
 from cachecraft_rag.types.documents import Chunk, chunk_id_of
-from cachecraft_rag.vllm.served_model import ServedModel
-from cachecraft_rag.vllm.server.documents import FIELD, MOST_DOCUMENTS, MOST_PRIMED
 
-logger = logging.getLogger("cachecraft_rag.vllm")
+logger = logging.getLogger("cachecraft_rag.client")
 
 _PRIME = "/v1/cachecraft/prime"
 _REMEMBERED = 1000  # answers whose audits can be asked for; a server remembers as many

@@ -21,11 +21,10 @@ from cachecraft_rag.client.replies import (
     report_of,
 )
 from cachecraft_rag.errors import CacheCraftError, ConfigError, ContextLengthError, ServerError
+from cachecraft_rag.server.wire import ADMIN_HEADER, PROTOCOL
 from cachecraft_rag.serving.audits.audit import Audit
-from cachecraft_rag.vllm.served_model import PROTOCOL
-from cachecraft_rag.vllm.server.documents import ADMIN_HEADER
 
-logger = logging.getLogger("cachecraft_rag.vllm")
+logger = logging.getLogger("cachecraft_rag.client")
 
 _START = "start one with `cachecraft serve MODEL`"
 _MAX_REPLY = 8 << 20  # bytes of a JSON reply

@@ -48,15 +48,7 @@ from vllm.renderers.chat_utils import load_chat_template
 
 from cachecraft_rag.checks import check_flag, check_text
 from cachecraft_rag.errors import CacheCraftError, ConfigError
-from cachecraft_rag.store import RowFilter
-from cachecraft_rag.vllm.calls import Calls
-from cachecraft_rag.vllm.messages import salt_of
-from cachecraft_rag.vllm.metrics import ServerCollector, reported_counts
-from cachecraft_rag.vllm.options import CacheConfig
-from cachecraft_rag.vllm.records import RecordingClient, Records, RequestRecord
-from cachecraft_rag.vllm.server.documents import (
-    ADMIN_HEADER,
-    MOST_BODY,
+from cachecraft_rag.server.documents import (
     Asked,
     check_documents,
     plain_config,
@@ -64,9 +56,16 @@ from cachecraft_rag.vllm.server.documents import (
     read_priming,
     uncaptured_note,
 )
-from cachecraft_rag.vllm.server.message_places import Message, Searched
-from cachecraft_rag.vllm.server.ready import announce
-from cachecraft_rag.vllm.server.response_input import messages_of
+from cachecraft_rag.server.ready import announce
+from cachecraft_rag.server.response_input import messages_of
+from cachecraft_rag.server.wire import ADMIN_HEADER, MOST_BODY, Message
+from cachecraft_rag.store import RowFilter
+from cachecraft_rag.vllm.calls import Calls
+from cachecraft_rag.vllm.messages import salt_of
+from cachecraft_rag.vllm.metrics import ServerCollector, reported_counts
+from cachecraft_rag.vllm.options import CacheConfig
+from cachecraft_rag.vllm.records import RecordingClient, Records, RequestRecord
+from cachecraft_rag.vllm.server.message_places import Searched
 from cachecraft_rag.vllm.server.server_engine import ServerEngine
 from cachecraft_rag.vllm.server.unmarked import (
     Locate,
@@ -118,7 +117,7 @@ class ChatWithDocuments:
             ModelNotFoundError: a file of the model cannot be read or is damaged.
             UnsupportedModelError: the model has no weight files on this machine, or reuse is not exact on it.
             StoreError: the store cannot be opened, read or written.
-            KeyError, AttributeError: the model's config lacks a value that is needed, see `ServedModel.load`.
+            KeyError, AttributeError: the model's config lacks a value that is needed, see `VLLMModel.load`.
             ValueError: the metrics of another engine are registered in this process already.
 
         vLLM's own exceptions pass, too, such as for a chat template that cannot be read, or a `max_logprobs` below 16.

@@ -19,6 +19,9 @@ from cachecraft_rag.observability.request_log import log_request
 from cachecraft_rag.planning.calibration import load_calibration
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.prompt.builder import PromptBuilder
+from cachecraft_rag.server.documents import Asked
+from cachecraft_rag.server.settings import OFF, EndpointSettings
+from cachecraft_rag.server.wire import PROTOCOL, TOKENIZER_FILES
 from cachecraft_rag.serving.audits.audit import Audit
 from cachecraft_rag.serving.request import Request, RequestProgress, check_asked
 from cachecraft_rag.serving.sampling import SamplingParams
@@ -29,9 +32,8 @@ from cachecraft_rag.vllm.idle.audits import PredictedAnswer
 from cachecraft_rag.vllm.messages import Ask
 from cachecraft_rag.vllm.options import ModelConfig
 from cachecraft_rag.vllm.records import RequestRecord
-from cachecraft_rag.vllm.served_model import PROTOCOL, TOKENIZER_FILES, ServedModel
-from cachecraft_rag.vllm.server.documents import Asked
-from cachecraft_rag.vllm.settings import OFF, ConnectorSettings, EndpointSettings
+from cachecraft_rag.vllm.served_model import VLLMModel
+from cachecraft_rag.vllm.settings import ConnectorSettings
 
 # prompt builders for clients' instructions and tools that are kept, besides the server's builder
 _KEPT_BUILDERS = 32
@@ -52,7 +54,7 @@ class ServerEngine(AnswerEngine):
 
     def __init__(
         self,
-        model: ServedModel,
+        model: VLLMModel,
         store: ChunkCacheStore,
         settings: ConnectorSettings,
         *,
@@ -103,7 +105,7 @@ class ServerEngine(AnswerEngine):
             ModelNotFoundError: a file of the model cannot be read or is damaged.
             UnsupportedModelError: the model has no weight files on this machine.
             StoreError: the store cannot be opened.
-            KeyError, AttributeError: the model's config lacks a value that is needed, see `ServedModel.load`.
+            KeyError, AttributeError: the model's config lacks a value that is needed, see `VLLMModel.load`.
             TypeError: the instruction is private and holds half a surrogate pair.
 
         If an error is raised, the store is closed. Earlier results of audits and a calibration in the store's folder
@@ -113,7 +115,7 @@ class ServerEngine(AnswerEngine):
             raise ConfigError(
                 "the tokenizer is not the model's: its chunk-caches would not fit the model; leave --tokenizer out"
             )
-        model = ServedModel.load(
+        model = VLLMModel.load(
             model_config.model, dtype=str(model_config.dtype).removeprefix("torch.")
         )
         length = min(model.context_length, int(model_config.max_model_len))

@@ -13,18 +13,17 @@ from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.prompt.builder import Turn, TurnRole
 from cachecraft_rag.prompt.tools import Tool, checked_tools
+from cachecraft_rag.server.settings import OFF, ClientSettings
+from cachecraft_rag.server.wire import (
+    FIELD,
+    MOST_DOCUMENTS,
+    MOST_PRIMED,
+    PRIVATE_SYSTEM,
+    STRICT_IDS,
+)
 from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.types.documents import Chunk
-from cachecraft_rag.vllm.settings import OFF, ClientSettings
 
-# field of a request's body: fields of `ReuseConfig` for this request, `STRICT_IDS` and `PRIVATE_SYSTEM`
-FIELD = "cachecraft"
-STRICT_IDS = "strict_ids"  # true: refuse a document whose `id` is not the id of its text
-PRIVATE_SYSTEM = "private_system"  # true: the instruction or the tools hold one user's text
-ADMIN_HEADER = "X-CacheCraft-Admin-Key"
-MOST_DOCUMENTS = 1000
-MOST_PRIMED = 4 << 20  # characters per request to prime: a book of a thousand pages
-MOST_BODY = 6 * MOST_PRIMED  # bytes: JSON may write a character as \uXXXX
 # text with more characters per token of the context is refused before it is tokenised
 _CHARACTERS_PER_TOKEN = 64
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, cast
 
-from cachecraft_rag.vllm.server.message_places import Message
+from cachecraft_rag.server.wire import Message
 
 
 class ResponseRequest(Protocol):
