@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, TypedDict, get_args
 
 from cachecraft_rag.checks import check_choice, check_flag, check_kind, check_text
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.planning.config import PlainPromptsMode
+from cachecraft_rag.server.wire import LONGEST_SESSION
 
 ClientSettings = Literal["none", "safe", "all"]
 
@@ -61,3 +63,14 @@ class EndpointSettings:
             raise ConfigError(
                 "search_system has no effect without plain_prompts: add --reuse-plain-prompts"
             )
+
+    def session_in(self, headers: Mapping[str, str]) -> str | None:
+        """Return the session in the header that `session_header` names; None without that header, or without a name.
+
+        Raises ConfigError for a session that is empty or has more than 256 characters.
+        """
+        header = self.session_header
+        session = None if header is None else headers.get(header)
+        if session is not None and not 0 < len(session) <= LONGEST_SESSION:
+            raise ConfigError(f"{header} must have 1 to {LONGEST_SESSION} characters")
+        return session
