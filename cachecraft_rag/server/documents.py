@@ -430,7 +430,9 @@ def _text(content: object, place: int) -> str:
         if isinstance(part, Mapping) and part.get("type") in _TEXT_PARTS
     ]
     if len(texts) < len(parts) or not all(isinstance(text, str) for text in texts):
-        raise ConfigError(f"messages[{place}]: messages hold text only; leave out images, sound and files")
+        raise ConfigError(
+            f"messages[{place}]: messages hold text only; leave out images, sound and files"
+        )
     return _text("".join(map(str, texts)), place)
 
 
