@@ -216,7 +216,7 @@ def index_into(settings: Settings, folder: Path, *, follow_links: bool) -> Index
         RuntimeError: torch has no memory for the embedding model.
     """
     with waiting("Loading the embedding model"):
-        from cachecraft_rag.model.decoder import chunk_bound_of
+        from cachecraft_rag.model.checkpoint import chunk_bound_of
         from cachecraft_rag.retrievers.embeddings import BUNDLED_EMBEDDER, Embedder
         from cachecraft_rag.retrievers.indexer import index_folder
         from cachecraft_rag.retrievers.retriever import open_index

@@ -12,14 +12,14 @@ from cachecraft_rag.checks import check_whole
 from cachecraft_rag.errors import (
     UnsupportedModelError,
 )
-from cachecraft_rag.model.chunk_bound import ModelTokens
-from cachecraft_rag.model.decoder import (
+from cachecraft_rag.model.checkpoint import (
     config_of,
     context_length_of,
     end_tokens_of,
     layout_of,
     loading,
 )
+from cachecraft_rag.model.chunk_bound import ModelTokens
 from cachecraft_rag.model.fingerprint import checkpoint_fingerprint, snapshot_folder
 from cachecraft_rag.types.kv_layout import KVLayout
 from cachecraft_rag.vllm.options import VLLMOptions

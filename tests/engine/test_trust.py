@@ -17,7 +17,8 @@ from cachecraft_rag.cli.app import app
 from cachecraft_rag.engine.settings import known_settings, load_settings
 from cachecraft_rag.engine.trust import needs_trust
 from cachecraft_rag.errors import ModelNotFoundError
-from cachecraft_rag.model.decoder import Decoder, config_of
+from cachecraft_rag.model.checkpoint import config_of
+from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.retrievers.embeddings import Embedder
 
 STRANGERS = """
