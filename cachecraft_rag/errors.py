@@ -1,7 +1,7 @@
 """The one exception tree of the package.
 
     CacheCraftError
-    ├── ConfigError            a setting is missing, unknown or out of range
+    ├── ConfigError            a setting is missing, unknown or out of range; MissingPackageError: a package is
     ├── UnsupportedModelError  the model has no raw keys to store, or failed its self-check
     ├── ModelNotFoundError     the model (or the embedded demo model) is not installed
     ├── DocumentError          a document cannot be read
@@ -43,6 +43,10 @@ class CacheCraftError(Exception):
 
 class ConfigError(CacheCraftError, ValueError):
     """A setting is missing, unknown or out of range."""
+
+
+class MissingPackageError(ConfigError, ImportError):
+    """A package that an extra brings is not installed; the message names the extra."""
 
 
 class UnsupportedModelError(CacheCraftError):
