@@ -11,6 +11,12 @@ EXTRAS = ("langchain", "llama-index", "retrieval")
 NEED_TORCH = ("torch", "sentence-transformers")
 
 
+DESCRIPTION = """
+The client of cachecraft-rag: asks a server that `cachecraft serve` started, in Python, LangChain or LlamaIndex. It has
+the modules of `cachecraft-rag` without its requirement torch; install one of the two, not both.
+"""
+
+
 def version() -> str:
     """The version of the package, from its source text."""
     lines = (ROOT / "cachecraft_rag" / "__init__.py").read_text(encoding="utf-8").splitlines()
@@ -43,6 +49,8 @@ setup(
     name="cachecraft-rag-client",
     version=version(),
     description="The client of cachecraft-rag: questions and documents to a server that reuses chunk-caches",
+    long_description=DESCRIPTION,
+    long_description_content_type="text/markdown",
     license_expression=project["license"],
     python_requires=project["requires-python"],
     install_requires=without_torch(project["dependencies"]),
