@@ -215,7 +215,7 @@ def test_versions_of_sentence_transformers_that_run_a_folders_code_are_not_allow
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
     assert any(
         requirement.startswith("sentence-transformers>=6")
-        for requirement in project["project"]["dependencies"]
+        for requirement in project["project"]["optional-dependencies"]["retrieval"]
     )
 
 
