@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
+from cachecraft_rag.checks import from_extra
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.model.chunk_bound import SMALLEST_LIMIT, ModelTokens
 from cachecraft_rag.types.documents import Chunk, Document, Scalar
@@ -120,8 +121,8 @@ def split(
 
 def _outline(text: str, *, is_markdown: bool) -> tuple[list[_Section], deque[_Section]]:
     """Return the sections of a text, without gaps, and its tables; not those in code, lists and quotes."""
-    from markdown_it import MarkdownIt
-
+    with from_extra("retrieval", "Cutting documents into chunks"):
+        from markdown_it import MarkdownIt
     sections = [_Section(0, "", 0, 0, len(text))]
     tables: deque[_Section] = deque()
     if not is_markdown:
@@ -219,7 +220,8 @@ def _pieces(
     text: str, start: int, end: int, prefix: str, measure: _Measure, *, is_markdown: bool
 ) -> Iterator[tuple[int, str]]:
     """Yield (offset, piece) of a span of the text, each of which fits into a chunk after the prefix."""
-    from semantic_text_splitter import MarkdownSplitter, TextSplitter
+    with from_extra("retrieval", "Cutting documents into chunks"):
+        from semantic_text_splitter import MarkdownSplitter, TextSplitter
 
     def size(piece: str) -> int:
         return measure.size(prefix + piece)

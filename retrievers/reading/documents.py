@@ -19,14 +19,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-
-import webencodings
+from typing import TYPE_CHECKING
 
 from cachecraft_rag.errors import CacheCraftError, DocumentError
 from cachecraft_rag.retrievers.reading.markup import Reading, html_to_markdown, rst_to_markdown
-from cachecraft_rag.retrievers.reading.office import CONVERTERS, MissingReaderError
+from cachecraft_rag.retrievers.reading.office import CONVERTERS
 from cachecraft_rag.retrievers.reading.pdf import pdf_to_text
 from cachecraft_rag.retrievers.reading.tables import FormatError, json_to_text, table_to_text
+
+if TYPE_CHECKING:
+    import webencodings
 
 LARGEST_FILE = 256 << 20  # bytes; a text of this size would be a million chunks
 _LONGEST_TITLE = 200  # characters; each chunk has a copy
@@ -94,11 +96,11 @@ def parsing(name: str) -> Iterator[None]:
 
     Parsers are third-party code and documents are untrusted: one page must not end a run, whether it triggers a bug, a
     parser's limit, Python's recursion limit or a MemoryError. Our own errors (`CacheCraftError`, such as ConfigError)
-    and MissingReaderError pass unchanged.
+    pass unchanged.
     """
     try:
         yield
-    except (CacheCraftError, MissingReaderError):
+    except CacheCraftError:
         raise
     except FormatError as error:
         raise DocumentError(f"{name}: {error}") from error
@@ -167,7 +169,7 @@ def _decode(path: Path, data: bytes, declared: str) -> Reading:
         raise DocumentError(
             f"{shown(path)}: is not text (it holds NUL bytes); save it as UTF-8 text or leave it out"
         )
-    encoding = webencodings.lookup(declared)
+    encoding = _declared_encoding(declared)
     # A page in UTF-16 could not be read as far as its declaration; a wrong one, which is common, is ignored.
     if encoding is not None and not encoding.name.startswith(("utf-", "replacement")):
         with contextlib.suppress(UnicodeDecodeError):
@@ -190,6 +192,15 @@ def _read_text(path: Path, data: bytes) -> Reading:
     made = convert(clean(source.text))
     text, metadata, _ = Reading(made, {"format": kind}) if isinstance(made, str) else made
     return Reading(text, {**metadata, **source.metadata}, source.losses)
+
+
+def _declared_encoding(name: str) -> webencodings.Encoding | None:
+    """Return the encoding that a page declares, as browsers read its name; None for "" and for an unknown name."""
+    if not name:
+        return None
+    import webencodings
+
+    return webencodings.lookup(name)
 
 
 # Converters of decoded text, and the format of what they give.

@@ -76,7 +76,7 @@ class LimitedReader(Closeable):
         `sys.executable` is empty. `left_out` is called with a sentence about what the document lacks.
 
         Raises DocumentError for a kind of file that is not read, a file without text or larger than `LARGEST_FILE`, and
-        one that cannot be read within the budget; ReaderStartError; and MissingReaderError, an ImportError.
+        one that cannot be read within the budget; ReaderStartError; and MissingPackageError.
         """
         require_known_kind(file.path, len(data))
         suffix = file.path.suffix.lower()

@@ -18,29 +18,30 @@ from importlib.util import find_spec
 from typing import Any
 from urllib.parse import unquote
 
+from cachecraft_rag.checks import missing_package
 from cachecraft_rag.retrievers.reading.markup import Reading, html_to_markdown
 from cachecraft_rag.retrievers.reading.tables import FormatError, rows_to_text
 
+# suffix → the modules that read such files, and the extra that brings them
 _PACKAGES = {
-    ".docx": ("mammoth", "mammoth", "docx"),
-    ".pptx": ("pptx", "python-pptx", "office"),
-    ".xlsx": ("python_calamine", "python-calamine", "office"),
+    ".docx": (("mammoth", "lxml", "html_to_markdown"), "docx"),
+    ".epub": (("lxml", "html_to_markdown"), "retrieval"),
+    ".htm": (("lxml", "html_to_markdown", "webencodings"), "retrieval"),
+    ".html": (("lxml", "html_to_markdown", "webencodings"), "retrieval"),
+    ".pdf": (("pypdf",), "retrieval"),
+    ".pptx": (("pptx", "lxml", "html_to_markdown"), "office"),
+    ".xlsx": (("python_calamine",), "office"),
 }
 _WORD = "{http://schemas.openxmlformats.org/wordprocessingml/2006/main}"
 _MATH = "{http://schemas.openxmlformats.org/officeDocument/2006/math}"
 
 
-class MissingReaderError(ImportError):
-    """The package that reads this kind of file is not installed; the message says how to install it."""
-
-
 def require_reader(suffix: str) -> None:
-    """Raise `MissingReaderError` if the package that reads files of this suffix is not installed."""
-    module, package, extra = _PACKAGES.get(suffix, ("", "", ""))
-    if module and not find_spec(module):
-        raise MissingReaderError(
-            f"{suffix} files need the package {package}; type: pip install 'cachecraft-rag[{extra}]'"
-        )
+    """Raise MissingPackageError if a package that reads files of this suffix is not installed."""
+    modules, extra = _PACKAGES.get(suffix, ((), ""))
+    missing = ", ".join(module for module in modules if not find_spec(module))
+    if missing:
+        raise missing_package(extra, f"A file of the kind {suffix}", f"No module named {missing}")
 
 
 def docx_to_markdown(data: bytes, *, most_bytes: int) -> Reading:
