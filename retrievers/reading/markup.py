@@ -127,13 +127,12 @@ class _ShallowTree:
             or attributes.get("role") == "navigation"
             or "display:none" in attributes.get("style", "").replace(" ", "").lower()
         )
-        is_name = re.fullmatch(r"[a-z][\w.-]*", name, re.ASCII | re.IGNORECASE)
-        self._builder.start(name if is_name else "span", {"hidden": ""} if is_hidden else kept)
+        self._builder.start(_xml_name(name), {"hidden": ""} if is_hidden else kept)
 
     def end(self, name: str) -> None:
         """Take a closing tag, which the parser adds if the page lacks it."""
         if self._depth <= _DEEPEST_KEPT:
-            self._builder.end(name)
+            self._builder.end(_xml_name(name))
         self._depth -= 1
 
     def data(self, text: str) -> None:
@@ -148,6 +147,10 @@ class _ShallowTree:
 def _xml(text: str) -> str:
     """Return a text without what a tree cannot hold, and without our own marks of list numbers."""
     return re.sub("[^\t\n\r -\ud7ff\ue002-\ufffd\U00010000-\U0010ffff]", " ", text)
+
+
+def _xml_name(name: str) -> str:
+    return name if re.fullmatch(r"[a-z][\w.-]*", name, re.ASCII | re.IGNORECASE) else "span"
 
 
 def _mend_text(root: Any) -> None:

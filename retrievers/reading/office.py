@@ -22,10 +22,10 @@ from cachecraft_rag.retrievers.reading.markup import Reading, html_to_markdown
 from cachecraft_rag.retrievers.reading.tables import FormatError, rows_to_text
 
 MOST_UNPACKED = 256 << 20  # bytes: a small ZIP archive can unpack to terabytes
-_PACKAGES = {
-    ".docx": ("mammoth", "mammoth", "docx"),
-    ".pptx": ("pptx", "python-pptx", "office"),
-    ".xlsx": ("python_calamine", "python-calamine", "office"),
+_PACKAGES = {  # module and extra
+    ".docx": ("mammoth", "docx"),
+    ".pptx": ("pptx", "office"),
+    ".xlsx": ("python_calamine", "office"),
 }
 _WORD = "{http://schemas.openxmlformats.org/wordprocessingml/2006/main}"
 _MATH = "{http://schemas.openxmlformats.org/officeDocument/2006/math}"
@@ -37,34 +37,29 @@ class MissingReaderError(ImportError):
 
 def require_reader(suffix: str) -> None:
     """Raise `MissingReaderError` if the package that reads files of this suffix is not installed."""
-    module, package, extra = _PACKAGES.get(suffix, ("", "", ""))
+    module, extra = _PACKAGES.get(suffix, ("", ""))
     if module and not find_spec(module):
         raise MissingReaderError(
-            f"{suffix} files need the package {package}; type: pip install 'cachecraft-rag[{extra}]'"
+            f"{suffix} files need another package; type: pip install 'cachecraft-rag[{extra}]'"
         )
 
 
 def docx_to_markdown(data: bytes) -> Reading:
-    """Return the text of a Word file with its headings, lists, tables, equations and choices, but no pictures.
-
-    Raises FormatError if it is no ZIP archive, or unpacks to more than `MOST_UNPACKED`.
-    """
+    """Return the text of a Word file with its headings, lists, tables, equations and choices, but no pictures."""
     import mammoth
 
     # Neither pictures nor the file's own style map: both are untrusted.
     converted = mammoth.convert_to_html(
-        io.BytesIO(_written_out(data)),
-        include_embedded_style_map=False,
-        convert_image=lambda _image: [],
+        _written_out(data), include_embedded_style_map=False, convert_image=lambda _image: []
     )
     html = re.sub("<li>\ue000(\\d+)\ue001", r'<li value="\1">', converted.value)
     html = re.sub("\ue000\\d+\ue001", "", html)
     ignored = {note.message for note in converted.messages if "ignored" in note.message}
-    page = html_to_markdown(f"<html><body>{html}</body></html>")
-    return page._replace(losses=[*sorted(ignored)[:3], *_left_out(data)])
+    return html_to_markdown(html)._replace(losses=[*sorted(ignored)[:3], *_left_out(data)])
 
 
 def _unpacked(data: bytes) -> zipfile.ZipFile:
+    """Return the archive. Raises FormatError if it is none, or unpacks to more than `MOST_UNPACKED`."""
     if not zipfile.is_zipfile(io.BytesIO(data)):
         raise FormatError(
             "is of another kind than its name says, or locked with a password; save it again in its program"
@@ -80,17 +75,16 @@ def _unpacked(data: bytes) -> zipfile.ZipFile:
 
 def _left_out(data: bytes) -> list[str]:
     """Return the kinds of content of a Word or PowerPoint file that its library leaves out without a word."""
-    with zipfile.ZipFile(io.BytesIO(data)) as archive:
-        names = " ".join(archive.namelist())
-    kinds = {
-        "charts": "/charts/chart",
-        "diagrams": "/diagrams/data",
-        "embedded files": "/embeddings/",
+    names = " ".join(_unpacked(data).namelist())
+    parts = {
+        "/charts/chart": "charts",
+        "/diagrams/data": "diagrams",
+        "/embeddings/": "embedded files",
     }
-    return [kind for kind, part in kinds.items() if part in names]
+    return [kind for part, kind in parts.items() if part in names]
 
 
-def _written_out(data: bytes) -> bytes:
+def _written_out(data: bytes) -> io.BytesIO:
     """Return a Word file whose equations, numbers of list items and choices are text: mammoth leaves them out."""
     from lxml import etree
 
@@ -109,7 +103,7 @@ def _written_out(data: bytes) -> bytes:
                 written.writestr(name, etree.tostring(tree))
             elif name.endswith((".xml", ".rels")):
                 written.writestr(name, archive.read(name))
-    return made.getvalue()
+    return made
 
 
 def _write_out(tree: Any, lists: _Lists) -> None:
