@@ -76,18 +76,13 @@ def read_text(path: Path, data: bytes) -> Reading:
     """
     suffix = path.suffix.lower()
     with parsing(shown(path)):
-        if suffix == ".pdf":
-            text, metadata, losses = pdf_to_text(data)
-        elif suffix in CONVERTERS:
-            text, metadata, losses = CONVERTERS[suffix](data, most_bytes=LARGEST_FILE)
-        else:
-            text, metadata, losses = _read_text(path, data)
+        convert = _BINARIES.get(suffix)
+        text, metadata, losses = convert(data) if convert else _read_text(suffix, data)
         title = clean(str(metadata.pop("title", "")))[:_LONGEST_TITLE]
         metadata |= {"title": title} if title else {}
         text = clean(text)
-        return Reading(
-            _joined_words(text) if suffix in (".pdf", ".txt") else text, metadata, losses
-        )
+        text = _joined_words(text) if suffix in (".pdf", ".txt") else text
+        return Reading(text, metadata, losses)
 
 
 @contextlib.contextmanager
@@ -159,16 +154,14 @@ def _joined_words(text: str) -> str:
     )
 
 
-def _decode(path: Path, data: bytes, declared: str) -> Reading:
+def _decode(data: bytes, declared: str) -> Reading:
     """Return the decoded bytes, and `encoding` as metadata if it is not UTF-8."""
     for mark, name in _MARKS:
         if data.startswith(mark):
             text = data[len(mark) :].decode(name, "replace")
             return Reading(text, {} if name == "utf-8" else {"encoding": name})
     if b"\0" in data:
-        raise DocumentError(
-            f"{shown(path)}: is not text (it holds NUL bytes); save it as UTF-8 text or leave it out"
-        )
+        raise FormatError("is not text (it holds NUL bytes); save it as UTF-8 text or leave it out")
     encoding = _declared_encoding(declared)
     # A page in UTF-16 could not be read as far as its declaration; a wrong one, which is common, is ignored.
     if encoding is not None and not encoding.name.startswith(("utf-", "replacement")):
@@ -184,11 +177,10 @@ def _decode(path: Path, data: bytes, declared: str) -> Reading:
     return Reading(data.decode("cp1252", "replace"), {"encoding": "cp1252"})
 
 
-def _read_text(path: Path, data: bytes) -> Reading:
-    kind, convert = _TEXTS[path.suffix.lower()]
-    is_page = convert is html_to_markdown
-    declaration = _DECLARATION.search(data[:4096]) if is_page else None
-    source = _decode(path, data, declaration[1].decode().lower() if declaration else "")
+def _read_text(suffix: str, data: bytes) -> Reading:
+    kind, convert = _TEXTS[suffix]
+    declaration = _DECLARATION.search(data[:4096]) if convert is html_to_markdown else None
+    source = _decode(data, declaration[1].decode().lower() if declaration else "")
     made = convert(clean(source.text))
     text, metadata, _ = Reading(made, {"format": kind}) if isinstance(made, str) else made
     return Reading(text, {**metadata, **source.metadata}, source.losses)
@@ -213,4 +205,5 @@ _TEXTS: dict[str, tuple[str, Callable[[str], str | Reading]]] = {
     ".tsv": ("text", partial(table_to_text, separator="\t")),
     **dict.fromkeys((".json", ".jsonl"), ("text", json_to_text)),
 }
-SUFFIXES = (*_TEXTS, ".pdf", *CONVERTERS)
+_BINARIES: dict[str, Callable[[bytes], Reading]] = {".pdf": pdf_to_text, **CONVERTERS}
+SUFFIXES = (*_TEXTS, *_BINARIES)
