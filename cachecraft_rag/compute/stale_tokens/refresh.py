@@ -104,7 +104,7 @@ class Refresh:
 
     def __init__(
         self,
-        token_ids: Sequence[int],
+        token_ids: Sequence[int] | NDArray[np.integer],
         stale: NDArray[np.bool_],
         received: NDArray[np.float32],
         *,
