@@ -14,7 +14,7 @@ from difflib import get_close_matches
 from types import MappingProxyType
 from typing import TypeVar
 
-from cachecraft_rag.errors import ConfigError
+from cachecraft_rag.errors import ConfigError, MissingPackageError
 
 T = TypeVar("T")
 MOST = 2**63 - 1
@@ -26,9 +26,7 @@ _SHOWN = 120  # characters of a wrong value in a message
 def shown(value: object) -> str:
     """Return a short and printable form of a wrong value, for a message: at most 120 characters and an ellipsis.
 
-    That is its `repr`. If it holds unprintable characters, all its non-ASCII characters are escaped. A whole number of
-    more than 256 bits is described by its number of bits. A value whose `repr` raises ValueError or RecursionError is
-    named by its class; other exceptions of `repr` pass.
+    That is its `repr`, non-ASCII characters escaped if any cannot be printed.
 
     >>> shown("2GB"), shown(10**5000)
     ("'2GB'", 'a number of 16610 bits')
@@ -53,10 +51,7 @@ def _wrong(name: str, must: str, value: object, advice: str = "") -> ConfigError
 def check_whole(
     name: str, value: object, *, least: int = 0, most: int = MOST, optional: bool = False
 ) -> None:
-    """Require a whole number from `least` to `most`, or None if `optional`. Returns None.
-
-    Raises ConfigError for anything else, True and 1.0 too; it names the value and the range.
-    """
+    """Require a whole number from `least` to `most` (True and 1.0 are none), or None if `optional`."""
     if optional and value is None:
         return
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
@@ -75,10 +70,9 @@ def check_number(
     above: bool = False,
     optional: bool = False,
 ) -> None:
-    """Require a number from `least` to `most` (`above` excludes `least`), or None if `optional`. Returns None.
+    """Require a number from `least` to `most` (`above` excludes `least`), or None if `optional`.
 
-    Raises ConfigError for anything else, also for a bool, NaN and a whole number beyond ±(2**63 - 1); it names the
-    value and the range. Infinity is allowed unless `most` excludes it, such as FINITE.
+    Infinity is allowed unless `most` excludes it, such as FINITE.
     """
     if optional and value is None:
         return
@@ -103,8 +97,7 @@ def check_text(
 ) -> None:
     """Require text, or None if `optional`; `damaged` allows half surrogate pairs, which a model reads as "?".
 
-    Raises ConfigError for another type, for text that is not valid Unicode, and for "" unless `empty` allows it. Text
-    of white space alone does not count as empty.
+    Text of white space alone does not count as empty.
     """
     if optional and value is None:
         return
@@ -135,10 +128,7 @@ def check_kind(
     advice: str = "",
     optional: bool = False,
 ) -> None:
-    """Require an object of one of these classes, or None if `optional`; `advice` says how to make one.
-
-    Raises ConfigError for anything else.
-    """
+    """Require an object of one of these classes, or None if `optional`; `advice` says how to make one."""
     if (optional and value is None) or isinstance(value, kinds):
         return
     names = " or ".join(kind.__name__ for kind in (kinds if isinstance(kinds, tuple) else (kinds,)))
@@ -146,11 +136,7 @@ def check_kind(
 
 
 def check_path(name: str, value: object) -> None:
-    """Require a path as text or a path object. It need not exist.
-
-    Raises ConfigError for another type (bytes too, whose encoding is unknown), an empty path, one with a NUL, and one
-    that cannot be encoded. What the `__fspath__` of a path object raises passes.
-    """
+    """Require a path as text or a path object, not bytes, whose encoding is unknown. It need not exist."""
     path = os.fspath(value) if isinstance(value, os.PathLike) else value
     if not isinstance(path, str):
         raise _wrong(name, "a path", value)
@@ -172,10 +158,7 @@ def check_names(
 ) -> None:
     """Raise ConfigError if a given name is not known. It suggests the nearest known name, and lists all known names.
 
-    Args:
-        what: the kind of name, for the message.
-        advice: words before the list of known names in a message that suggests one.
-        hints: names that are often tried → the suggestion for each.
+    `hints` are names that are often tried → the suggestion for each; `advice` goes before the known names.
 
     >>> check_names(["sedd"], ["seed", "stop"])
     Traceback (most recent call last):
@@ -202,7 +185,7 @@ def check_callable(name: str, value: object, *, optional: bool = True) -> None:
 def config_errors() -> Iterator[None]:
     """Raise ConfigError in place of each ValueError of the block, with its text; a ConfigError and other errors pass.
 
-    The block gets None. For errors of a framework about a setting: pydantic's ValidationError is a ValueError.
+    For errors of a framework about a setting: pydantic's ValidationError is a ValueError.
     """
     try:
         yield
@@ -212,6 +195,32 @@ def config_errors() -> Iterator[None]:
         raise ConfigError(str(error)) from error
 
 
+@contextmanager
+def from_extra(extra: str, purpose: str) -> Iterator[None]:
+    """Import packages in the block: if one cannot be imported, MissingPackageError says what to install.
+
+    Args:
+        extra: the extra that brings the packages; "": this package itself.
+        purpose: the part that needs them, the first words of the message.
+    """
+    try:
+        yield
+    except ImportError as error:
+        raise missing_package(extra, purpose, str(error)) from error
+
+
+def missing_package(extra: str, purpose: str, reason: str) -> MissingPackageError:
+    """Return the error for a package of an extra that cannot be imported, for this reason.
+
+    >>> print(missing_package("retrieval", "The index", "No module named 'faiss'"))
+    The index needs a package that is missing (No module named 'faiss'); type: pip install 'cachecraft-rag[retrieval]'
+    """
+    install = f"'cachecraft-rag[{extra}]'" if extra else "cachecraft-rag"
+    return MissingPackageError(
+        f"{purpose} needs a package that is missing ({reason}); type: pip install {install}"
+    )
+
+
 def check_mapping(name: str, value: object) -> None:
     """Require a mapping with text keys. Raises ConfigError for anything else."""
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
@@ -219,11 +228,7 @@ def check_mapping(name: str, value: object) -> None:
 
 
 def listed(name: str, given: Iterable[T]) -> list[T]:
-    """Return a list of the items, because a generator yields them only once.
-
-    The list is a new one; it is empty without items. Raises ConfigError for a single text or bytes, and for a value
-    that cannot be iterated. What the iteration raises passes.
-    """
+    """Return a list of the items, because a generator yields them only once; no single text or bytes."""
     if not isinstance(given, Iterable) or isinstance(given, str | bytes):
         raise _wrong(name, "a list", given, "put a single one into a list")
     return list(given)

@@ -26,13 +26,19 @@ from cachecraft_rag.checks import (
 )
 from cachecraft_rag.engine.base import AnswerEngine, AnswerOptions, PathLike
 from cachecraft_rag.engine.config import EngineConfig
+from cachecraft_rag.engine.loading import engine_loader
 from cachecraft_rag.engine.settings import load_settings
 from cachecraft_rag.errors import CacheCraftError, ConfigError
 from cachecraft_rag.observability.stats import Answer, RequestStats, Source
 from cachecraft_rag.observability.tracing import Retrieval, following
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.retrievers.conversation import search_texts
-from cachecraft_rag.retrievers.embeddings import BUNDLED_EMBEDDER, Embedder, shortened
+from cachecraft_rag.retrievers.embeddings import (
+    BUNDLED_EMBEDDER,
+    Embedder,
+    EmbeddingModel,
+    shortened,
+)
 from cachecraft_rag.retrievers.index.faiss_store import FaissStore
 from cachecraft_rag.retrievers.index.filters import Where
 from cachecraft_rag.retrievers.index.removal import evict_chunks, evict_removed
@@ -53,14 +59,7 @@ logger = logging.getLogger("cachecraft_rag.rag")
 class AnswerStream(Iterator[str]):
     """An answer as an iterator of text pieces. `sources` is complete from the start, `text` and `stats` at the end.
 
-    The model runs while pieces are read. The first piece raises BusyError or WaitTimeoutError if the engine is too busy
-    (`EngineConfig.max_waiting`, `wait_timeout_s`), and StoreError if its store is closed. Any piece raises ServerError
-    if a server makes the answer and fails; ConfigError if an answer that keeps to a schema can neither go on nor end,
-    or a server refuses the request (ContextLengthError because of the model's context); UnsupportedModelError if a
-    layer of the model does something that its survey did not show; ForkError in a fork of the engine's process; and
-    RuntimeError or MemoryError if the model fails, such as torch without memory. Over vLLM, a piece raises ConfigError
-    for a setting of reuse that vLLM does not support, RuntimeError if the engine is closed, CancelledError if it was
-    closed meanwhile, and vLLM's own exceptions.
+    The model runs while pieces are read, so its errors are raised by pieces.
     """
 
     def __init__(
@@ -74,62 +73,25 @@ class AnswerStream(Iterator[str]):
         return next(self._generation)
 
     async def anext(self) -> str:
-        """Return the next piece without blocking the event loop.
-
-        If the task is cancelled, CancelledError is raised and the answer ends.
-
-        Raises:
-            StopAsyncIteration: the answer has ended, or was closed.
-            BusyError, WaitTimeoutError: by the first piece, if too many requests wait, or this one waited too long.
-            StoreError: by the first piece, if the store is closed.
-            ServerError: a server makes the answer and fails.
-            ConfigError: an answer that keeps to a schema can neither go on nor end, a server refuses the request, or
-                vLLM does not support a setting of reuse.
-            ContextLengthError: a server refuses the request because of the model's context.
-            UnsupportedModelError: a layer of the model does something that its survey did not show.
-            ForkError: this process is a fork of the one that made the engine.
-            RuntimeError, MemoryError: the model fails, such as torch without memory. Over vLLM, RuntimeError if the
-                engine is closed, CancelledError if it was closed meanwhile, and vLLM's own exceptions.
-        """
+        """Return the next piece without blocking the event loop; a cancelled task ends the answer."""
         return await anext(self._generation)
 
     @property
     def text(self) -> str:
-        """The text of the pieces that were read so far; "" before the first one."""
+        """The text of the pieces that were read so far."""
         return self._generation.text
 
     @property
     def stats(self) -> RequestStats:
-        """Statistics so far, computed at each access; complete once the stream has ended.
-
-        `finish` has no value while the answer goes on, and `ttft_s` is 0.0 before the first token. Raises nothing.
-        """
+        """Statistics so far, computed at each access; `ttft_s` is 0.0 before the first token."""
         return replace(self._generation.stats, searched=self._searched)
 
     def close(self) -> None:
-        """Stop generating; the text so far stays. A second call does nothing.
-
-        Raises nothing, except RuntimeError if the answer is to be counted in a new thread and the system has no room
-        for one.
-        """
+        """Stop generating; the text so far stays. A second call does nothing."""
         self._generation.close()
 
     def answer(self) -> Answer:
-        """Read the rest and return the whole answer, with the pieces that were read before.
-
-        After the end or `close` it returns the answer so far, and raises nothing.
-
-        Raises:
-            BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
-            StoreError, ServerError: the store is closed, or the server that makes the answer fails.
-            ConfigError: an answer that keeps to a schema can neither go on nor end, a server refuses the request, or
-                vLLM does not support a setting of reuse.
-            ContextLengthError: a server refuses the request because of the model's context.
-            UnsupportedModelError: a layer of the model does something that its survey did not show.
-            ForkError: this process is a fork of the one that made the engine.
-            RuntimeError, MemoryError: the model fails, such as torch without memory. Over vLLM, RuntimeError if the
-                engine is closed, CancelledError if it was closed meanwhile, and vLLM's own exceptions.
-        """
+        """Read the rest and return the whole answer; after `close` the answer so far."""
         for _ in self:
             pass
         return Answer(self.text, self.sources, self.stats)
@@ -162,12 +124,7 @@ class Comparison:
 
     @property
     def agreement(self) -> float:
-        """The share of words that both answers have in the same order, 0 to 1: 1.0 for equal words.
-
-        This compares texts; `Audit.agreement` compares the likeliest token at each place.
-
-        Twice the longest common subsequence, divided by the words of both answers. It is 1.0 if neither has a word.
-        """
+        """The share of words, 0 to 1, that both texts have in order; `Audit.agreement` compares tokens."""
         return word_agreement(self.reused.text, self.full.text)
 
     @property
@@ -178,10 +135,7 @@ class Comparison:
         return full_s / reused_s if reused_s and full_s else math.nan
 
     def as_dict(self) -> dict[str, object]:
-        """Return plain values, for JSON: both answers, `is_same`, `agreement` and `speedup`, by these names.
-
-        The answers are "reused" and "full", see `Answer.as_dict`. A speedup that is NaN stays NaN. Raises nothing.
-        """
+        """Return plain values, for JSON: both answers, `is_same`, `agreement` and `speedup`, by these names."""
         return {
             "reused": self.reused.as_dict(),
             "full": self.full.as_dict(),
@@ -192,10 +146,10 @@ class Comparison:
 
 
 def word_agreement(text: str, other_text: str) -> float:
-    """Return the share of words that two texts have in the same order, 0 to 1.
+    """Return the share of words that two texts have in the same order, 0 to 1; 1.0 if neither has a word.
 
     It is twice the length of the longest common subsequence of their words, divided by the number of words of both
-    texts. Words are what white space separates. It is 1.0 if neither text has a word, and 0.0 if only one has none.
+    texts.
 
     >>> word_agreement("every eight weeks", "every eight weeks")
     1.0
@@ -235,19 +189,9 @@ class AskOptions(AnsweringOptions, total=False):
 class AsyncAnswerStream(AsyncIterator[str]):
     """An answer as an asynchronous iterator of text pieces; retrieval runs in a thread.
 
-    `sources` is complete once the first piece is there, `text` and `stats` at the end. After a `break` out of
-    `async for`, `await stream.aclose()` stops the model.
-
-    The first piece raises ConfigError for an option, a filter, a question, a history, a tool or a schema that cannot be
-    used, and if the chat template fails at the conversation; ContextLengthError if the prompt does not fit the model's
-    context; UnsupportedCallError if the engine does not support tools; IndexStoreError if the index holds no documents
-    yet, is closed or damaged; BusyError or WaitTimeoutError if the engine is too busy; and StoreError if its store is
-    closed. Any piece raises ServerError if a server makes the answer and fails; ConfigError if an answer that keeps to
-    a schema can neither go on nor end, or a server refuses the request (ContextLengthError because of the model's
-    context); UnsupportedModelError if a layer of the model does something that its survey did not show; ForkError in a
-    fork of the process of the engine or the index; and RuntimeError or MemoryError if a model fails, such as torch
-    without memory. Over vLLM, a piece raises RuntimeError if the engine is closed, CancelledError if it was closed
-    meanwhile, and vLLM's own exceptions. No piece follows one that raised an error.
+    `sources` is complete once the first piece is there, `text` and `stats` at the end. After a `break` out of `async
+    for`, `await stream.aclose()` stops the model. All errors are raised by pieces; none follows one that raised an
+    error.
     """
 
     def __init__(self, begin: Callable[[], AnswerStream]) -> None:
@@ -287,11 +231,7 @@ class AsyncAnswerStream(AsyncIterator[str]):
         return self._begun.stats if self._begun is not None else None
 
     async def aclose(self) -> None:
-        """Stop generating; no further piece follows, and a second call does nothing. It does not wait for the model.
-
-        If another task waits for the first piece, its iteration ends without one, as soon as the chunks are retrieved.
-        Raises nothing, except RuntimeError if the system has no room for a thread that counts the answer.
-        """
+        """Stop generating; no further piece follows. It does not wait for the model."""
         self._closed = True
         if self._begun is not None:
             self._begun.close()
@@ -308,7 +248,7 @@ class CacheCraft(Retriever, Closeable):
     the engine.
     """
 
-    def __init__(self, engine: AnswerEngine, index: FaissStore, embedder: Embedder) -> None:
+    def __init__(self, engine: AnswerEngine, index: FaissStore, embedder: EmbeddingModel) -> None:
         super().__init__(index, embedder, caches=engine.store)
         self.engine = engine
         self._opened = ExitStack()  # what `close` closes besides the engine
@@ -323,51 +263,38 @@ class CacheCraft(Retriever, Closeable):
         model: str = "demo",
         *,
         store: PathLike = "chunk-caches",
-        embeddings: PathLike = BUNDLED_EMBEDDER,
+        embeddings: PathLike | EmbeddingModel = BUNDLED_EMBEDDER,
         config: EngineConfig | None = None,
         backend: str = "transformers",
         **options: object,
     ) -> Self:
-        """Load a model and open (or make) a store folder.
+        """Load a model and open (or make) a store folder. If an error is raised, all that was opened is closed.
 
         Args:
             model: Hugging Face name or folder, or "demo" for the bundled SmolLM2-135M-Instruct.
             store: folder for the retrieval index and the chunk-caches; several processes may share it.
-            embeddings: sentence-transformers model for retrieval.
+            embeddings: sentence-transformers model for retrieval, or an object such as `EmbeddingModel`.
             config: how to open the engine: device, dtype, namespace, instruction, byte budgets, codec, remote.
             backend: what runs the model: "transformers", in this process, or "vllm" (see `vllm.engine.VLLMEngine`).
-            options: single options of `EngineConfig` by name; they override `config`. With vLLM also `server`:
-                arguments of its engine.
-
-        Returns:
-            An object that answers questions; close it. If an error is raised, all that was opened is closed.
-
-        Raises:
-            ModelNotFoundError: the model or the embedding model cannot be loaded, or a file of the model is damaged.
-            UnsupportedModelError: chunk-caches cannot be reused with this model, or it fails the self-check.
-            IndexStoreError: the index in `store` was made with another embedding model, is damaged or of a newer
-                version, or its folder cannot be used; or the embedding model gives a vector that is not finite.
-            StoreError: the chunk-caches in `store` cannot be opened.
-            ConfigError: an argument has a wrong type, an option is unknown or out of range, a dtype or device is not
-                available, a quality target could not act, the model's chat template or the instruction cannot be used,
-                or a package that an option needs is not installed. Over vLLM also if vLLM is missing or its version is
-                unknown, or for a setting that it decides itself.
-            RuntimeError, MemoryError: there is no memory for a model, such as torch.OutOfMemoryError on a GPU.
-            TimeoutError, OSError: over vLLM, if it does not start within ten minutes, or the converted demo model
-                cannot be written; also vLLM's own exceptions.
+            options: fields of `EngineConfig` by name; they override `config`. With vLLM also `server`, for its engine.
         """
-        check_path("embeddings", embeddings)
+        _check_embeddings(embeddings)
         check_choice("backend", backend, ("transformers", "vllm"))
         return cls._over(
-            _engine_loader(backend)(model, store=store, config=config, **options), store, embeddings
+            engine_loader(backend)(model, store=store, config=config, **options), store, embeddings
         )
 
     @classmethod
-    def _over(cls, engine: AnswerEngine, store: PathLike, embeddings: PathLike) -> Self:
+    def _over(
+        cls, engine: AnswerEngine, store: PathLike, embeddings: PathLike | EmbeddingModel
+    ) -> Self:
         """Answer with an engine that was opened here, over the retrieval index in a store folder."""
         with ExitStack() as opened:
             opened.enter_context(engine)
-            embedder = Embedder(embeddings)
+            if isinstance(embeddings, str | os.PathLike):
+                embedder: EmbeddingModel = Embedder(embeddings)
+            else:
+                embedder = embeddings
             rag = cls(engine, opened.enter_context(open_index(store, embedder)), embedder)
             rag._opened = opened.pop_all()
         return rag
@@ -378,7 +305,7 @@ class CacheCraft(Retriever, Closeable):
         url: str,
         *,
         store: PathLike = "chunk-caches",
-        embeddings: PathLike = BUNDLED_EMBEDDER,
+        embeddings: PathLike | EmbeddingModel = BUNDLED_EMBEDDER,
         **options: Any,
     ) -> Self:
         """Use the model of a server that `cachecraft serve` started; retrieval stays here.
@@ -387,28 +314,11 @@ class CacheCraft(Retriever, Closeable):
             url: such as "http://127.0.0.1:8000".
             store: folder for the retrieval index; chunk-caches are the server's.
             embeddings: as in `from_pretrained`.
-            options: model, system, api_key, admin_key, timeout_s, total_timeout_s: see
-                `client.http.HTTPEngine.connect`.
-
-        Returns:
-            An object that answers questions; close it. If an error is raised, all that was opened is closed.
-
-        Raises:
-            ServerError: nothing answers there, or something else does, or a server of another version or with another
-                model; it asks for a key; or its reply is malformed.
-            ModelNotFoundError: the embedding model cannot be loaded.
-            IndexStoreError: the index in `store` is of another embedding model, damaged or of a newer version, or its
-                folder cannot be used; or the embedding model gives a vector that is not finite.
-            ConfigError: an option is unknown, an argument has a wrong type, is out of range or cannot be used, the URL
-                or a key is invalid, the environment names certificates or a proxy that cannot be used, or the server
-                answers with status 400 (ContextLengthError if its message names a context).
-            TypeError: `store` is no path.
-            OSError: the server's tokenizer cannot be written to a temporary folder.
-            RuntimeError: torch has no memory for the embedding model.
+            options: as in `client.http.HTTPEngine.connect`, such as `api_key`.
         """
         from cachecraft_rag.client.http import HTTPEngine
 
-        check_path("embeddings", embeddings)
+        _check_embeddings(embeddings)
         check_names(options, signature(HTTPEngine.connect).parameters.keys() - {"url"})
         return cls._over(HTTPEngine.connect(url, **options), store, embeddings)
 
@@ -418,29 +328,8 @@ class CacheCraft(Retriever, Closeable):
     ) -> Self:
         """Open what a settings' file and the environment say, see `engine.settings.load_settings`.
 
-        All settings are checked. Those of `top_k`, `threads`, `metrics_port` and of sampling have no effect here.
-
-        Args:
-            path: the file; None: `cachecraft.toml` in the working directory, if it is there.
-            backend: as in `from_pretrained`.
-            options: as in `from_pretrained`, with `model`, `store` and `embeddings`; they override the settings.
-
-        Returns:
-            An object that answers questions; close it. If an error is raised, all that was opened is closed.
-
-        Raises:
-            ConfigError: the file is missing or cannot be read, or a key or a value is wrong: the message names file or
-                variable, and key. Also if an argument has a wrong type, an option is unknown or out of range, a dtype
-                or device is not available, a quality target could not act, the model's chat template or the instruction
-                cannot be used, or vLLM or another package that is needed is not installed.
-            ModelNotFoundError: the model or the embedding model cannot be loaded, or a file of the model is damaged.
-            UnsupportedModelError: chunk-caches cannot be reused with this model, or it fails the self-check.
-            IndexStoreError: the index in the store folder was made with another embedding model, is damaged or of a
-                newer version, or its folder cannot be used; or the embedding model gives a vector that is not finite.
-            StoreError: the chunk-caches in the store folder cannot be opened.
-            RuntimeError, MemoryError: there is no memory for a model, such as torch.OutOfMemoryError on a GPU.
-            TimeoutError, OSError: over vLLM, if it does not start within ten minutes, or the converted demo model
-                cannot be written; also vLLM's own exceptions.
+        `top_k`, `threads`, `metrics_port` and sampling have no effect here. `options`, as in `from_pretrained` and with
+        `model`, `store` and `embeddings`, override the settings. ConfigError names file or variable, and key.
         """
         settings = load_settings(path)
         arguments: dict[str, Any] = {
@@ -491,23 +380,8 @@ class CacheCraft(Retriever, Closeable):
         Raises:
             DocumentError: there is nothing at the path, or a file of a kind that cannot be indexed, or a document in
                 memory has the id of an indexed file. A single unreadable file is a problem in the report instead.
-            ConfigError: an argument has a wrong type; `documents` in memory are not `Document` objects of valid texts,
-                or their metadata holds something other than texts, numbers, True, False and None; the embedding model
-                reads fewer than 16 tokens; or a server refuses to evict. With `prime` also if the engine's
-                instruction is private (`private_system`), or a server refuses a text.
-            IndexStoreError: the index is closed, was made with another embedding model, or cannot be read or written;
-                or the embedding model gives a vector that is not finite.
-            StoreError, ServerError: chunk-caches of removed documents could not be deleted, or others not be primed.
-            ForkError: this process is a fork of the one that opened the index or the store, or loaded a model.
-            RuntimeError: torch has no memory for the embedding model; with `prime` also if the model fails, and over
-                vLLM if the engine is closed.
-            ContextLengthError, UnsupportedModelError, MemoryError: with `prime`, if the instruction alone is longer
-                than a pass or a server finds a chunk too long; a layer of the model does something that its survey did
-                not show; or there is no memory. Over vLLM also CancelledError if the engine was closed meanwhile, and
-                vLLM's own exceptions.
 
-        Exceptions of `progress` pass. Documents that were written, and chunk-caches that were captured before an error,
-        stay.
+        Documents that were written, and chunk-caches that were captured before an error, stay.
         """
         check_flag("prime", prime)
         check_flag("follow_links", follow_links)
@@ -558,32 +432,14 @@ class CacheCraft(Retriever, Closeable):
         progress: Callable[[Progress], None] | None = None,
         skipped: Callable[[str], None] = logger.warning,
     ) -> int:
-        """Compute and store the missing chunk-caches, each chunk after its neighbours in its document.
+        """Compute and store the missing chunk-caches, each chunk after its neighbours; return their number.
+
+        What was captured before an error stays.
 
         Args:
-            alone: each chunk after a fixed passage instead, see `Primer`.
-            progress: called before the first pass and after each one that captures; `done` and `total` count
-                chunk-caches.
-            skipped: called with a sentence about each document that has chunks too long for the model; by default
-                it is logged as a warning.
-
-        Returns:
-            Number of captured chunk-caches; 0 if none was missing, or the index holds no documents. Those that are
-            stored already are not captured again.
-
-        Raises:
-            StoreError, ServerError: the store is closed, or the server fails. What was captured before stays.
-            IndexStoreError: the index is closed or damaged.
-            ConfigError: an argument has a wrong type, the engine's instruction is private (`private_system`), or a
-                server refuses a text or cannot use its store.
-            ContextLengthError: the instruction alone is longer than a pass, or a server finds a chunk too long.
-            UnsupportedCallError: `alone` with the model in a server.
-            ForkError: this process is a fork of the one that opened the index or the store, or made the engine.
-            UnsupportedModelError: a layer of the model does something that its survey did not show.
-            RuntimeError, MemoryError: the model fails, such as torch without memory. Over vLLM, RuntimeError if the
-                engine is closed, CancelledError if it was closed meanwhile, and vLLM's own exceptions.
-
-        Exceptions of `progress` and `skipped` pass.
+            alone: each chunk after a fixed passage instead, see `Primer`; not with the model in a server.
+            progress: called before the first pass and after each one that captures; it counts chunk-caches.
+            skipped: called with a sentence about each document that has chunks too long for the model.
         """
         check_callable("progress", progress)
         check_callable("skipped", skipped, optional=False)
@@ -602,24 +458,7 @@ class CacheCraft(Retriever, Closeable):
         evict_chunks(self.caches, primed - self.index.present(primed))
 
     def estimate_priming(self, *, alone: bool = False) -> PrimingEstimate:
-        """Return the number, tokens and size of what `prime` would compute and store now; nothing is computed.
-
-        The result also has the space of the store's disk, in bytes. Its `captures`, `tokens` and `nbytes` are 0 if all
-        chunk-caches are stored.
-
-        Args:
-            alone: estimate `prime(alone=True)`.
-
-        Raises:
-            StoreError: the store is closed, or its folder or catalog cannot be read.
-            ServerError: the server fails.
-            IndexStoreError: the index is closed or damaged.
-            ConfigError: `alone` is no bool; or a server refuses a text, cannot use its store, or names a codec that is
-                unknown here.
-            ContextLengthError: the instruction alone is longer than a pass, or a server finds a chunk too long.
-            UnsupportedCallError: `alone` with the model in a server.
-            ForkError: this process is a fork of the one that opened the index or the store.
-        """
+        """Return the number, tokens and size of what `prime` would store now, and the space of the disk."""
         from cachecraft_rag.serving.priming import estimate_priming
 
         check_flag("alone", alone)
@@ -633,10 +472,7 @@ class CacheCraft(Retriever, Closeable):
         return self.engine.primer(related=self._similar_chunks)
 
     def _similar_chunks(self, chunk: Chunk) -> list[Chunk]:
-        """Return the other chunks of the index that are most similar to this one, best first.
-
-        None if it was removed meanwhile.
-        """
+        """Return the most similar other chunks of the index, best first; [] if this one was removed meanwhile."""
         from cachecraft_rag.serving.priming import SIMILAR_CHUNKS
 
         if not self.index.present([chunk.chunk_id]):
@@ -664,39 +500,13 @@ class CacheCraft(Retriever, Closeable):
         Nothing is retrieved for an empty question, which may only follow the result of a tool.
 
         Args:
-            question: the question; not empty, unless the history ends with the result of a tool.
+            question: the question, see `Engine.stream`.
             top_k: how many chunks to retrieve.
             where: filter of chunks by their metadata (see `FaissStore.search`).
             search_history: retrieve with the questions in `history` too (see `Retriever.retrieve`), so that a follow-up
-                finds what it refers to; False: the question alone. `stats.searched` says what was searched for.
-            answering: history, session, sampling, config: see `Engine.stream`. And fields of `SamplingParams` by
-                name, such as `max_tokens=60` or `temperature=0.7`.
-
-        Returns:
-            The answer as an iterator of pieces of text. Its `sources` are complete now, and () without any.
-
-        Raises:
-            ConfigError: an option or the filter is unknown or invalid; the question is empty, the history does not
-                alternate, or a tool or a `json_schema` cannot be used; or the chat template fails at the conversation
-                (also one that a server sent, if it takes too much time or memory). By a piece, if an answer that keeps
-                to the schema can neither go on nor end, a server refuses the request, or vLLM does not support a
-                setting of reuse.
-            ContextLengthError: question, history and answer do not fit the model's context; by a piece, if a server
-                finds that.
-            UnsupportedCallError: this engine does not support tools.
-            IndexStoreError: the index holds no documents yet, is closed or damaged; or the embedding model gives a
-                vector that is not finite.
-            StoreError: the store is closed; by this call or by the first piece.
-            ServerError: by a piece, if the model is in a server that fails.
-            BusyError, WaitTimeoutError: by the first piece, if too many requests wait, or this one waited too long.
-            ForkError: this process is a fork of the one that made the engine or the index, or loaded the embedding
-                model; by this call or by a piece.
-            UnsupportedModelError: by a piece, if a layer of the model does something that its survey did not show.
-            RuntimeError, MemoryError: by a piece, if the model fails, such as torch without memory; RuntimeError by
-                this call, if torch has no memory for the embedding model. Over vLLM, a piece also raises RuntimeError
-                if the engine is closed, CancelledError if it was closed meanwhile, and vLLM's own exceptions.
-
-        Exceptions of a filter that is a function pass.
+                finds what it refers to. `stats.searched` says what was searched for.
+            answering: history, session, sampling, config: see `Engine.stream`. And fields of `SamplingParams` by name,
+                such as `max_tokens=60` or `temperature=0.7`.
         """
         retrieved, answering = self._retrieved(
             question, answering, top_k=top_k, where=where, search_history=search_history
@@ -740,58 +550,14 @@ class CacheCraft(Retriever, Closeable):
         return AnswerStream(generation, sources, searched=retrieved.searched)
 
     def ask(self, question: str, **options: Unpack[AskOptions]) -> Answer:
-        """Retrieve and answer; options as in `stream`.
-
-        Returns:
-            The whole answer: its text ("" if the model ended it at once), its chunks and its statistics.
-
-        Raises:
-            ConfigError: an option, the filter, the question, the history, a tool or a schema cannot be used, the chat
-                template fails at the conversation, or a server refuses the request.
-            ContextLengthError: question, history and answer do not fit the model's context.
-            UnsupportedCallError: this engine does not support tools.
-            IndexStoreError: the index holds no documents yet, is closed or damaged; or the embedding model gives a
-                vector that is not finite.
-            BusyError, WaitTimeoutError: too many requests wait, or this one waited too long.
-            StoreError, ServerError: the store is closed, or the server that makes the answer fails.
-            ForkError: this process is a fork of the one that made the engine or the index, or loaded the embedding
-                model.
-            UnsupportedModelError: a layer of the model does something that its survey did not show.
-            RuntimeError, MemoryError: a model fails, such as torch without memory. Over vLLM, RuntimeError also if the
-                engine is closed, CancelledError if it was closed meanwhile, and vLLM's own exceptions.
-
-        Exceptions of a filter that is a function pass.
-        """
+        """Retrieve and answer; options as in `stream`."""
         return self.stream(question, **options).answer()
 
     def compare(self, question: str, **options: Unpack[AskOptions]) -> Comparison:
         """Answer with reuse and then with full prefill, over the same chunks; options as in `ask`.
 
-        Neither answer captures anything, so comparing one question changes no later comparison. The first request of
-        a process is slower than the others; here it is the one with reuse.
-
-        Args:
-            options: `config` holds the settings of reuse; its `capture` is taken as False.
-
-        Returns:
-            Both answers, and how they compare.
-
-        Raises:
-            ConfigError: an option, the filter, the question, the history, a tool or a schema cannot be used, the chat
-                template fails at the conversation, or a server refuses the request.
-            ContextLengthError: question, history and answer do not fit the model's context.
-            UnsupportedCallError: this engine does not support tools.
-            IndexStoreError: the index holds no documents yet, is closed or damaged; or the embedding model gives a
-                vector that is not finite.
-            BusyError, WaitTimeoutError: too many requests wait, or one of these waited too long.
-            StoreError, ServerError: the store is closed, or the server that makes the answers fails.
-            ForkError: this process is a fork of the one that made the engine or the index, or loaded the embedding
-                model.
-            UnsupportedModelError: a layer of the model does something that its survey did not show.
-            RuntimeError, MemoryError: a model fails, such as torch without memory. Over vLLM, RuntimeError also if the
-                engine is closed, CancelledError if it was closed meanwhile, and vLLM's own exceptions.
-
-        Exceptions of a filter that is a function pass.
+        Neither answer captures anything, so comparing one question changes no later comparison. The first request of a
+        process is slower than the others; here it is the one with reuse.
         """
         given = options.get("config")
         check_kind("config", given, ReuseConfig, optional=True, advice="write ReuseConfig(…)")
@@ -815,61 +581,13 @@ class CacheCraft(Retriever, Closeable):
         return Comparison(*answers)
 
     def astream(self, question: str, **options: Unpack[AskOptions]) -> AsyncAnswerStream:
-        """Return the answer for `async for`, with the options of `stream`; the chunks are retrieved in a thread.
-
-        This call only keeps the question and the options. Nothing happens, and nothing is raised, before the first
-        piece is asked for. All errors are raised by a piece.
-
-        Returns:
-            The answer as an asynchronous iterator of pieces of text. Its `stats` are None before the first piece.
-
-        Raises:
-            ConfigError: an option, the filter, the question, the history, a tool or a schema cannot be used, the chat
-                template fails at the conversation, or a server refuses the request.
-            ContextLengthError: question, history and answer do not fit the model's context.
-            UnsupportedCallError: this engine does not support tools.
-            IndexStoreError: the index holds no documents yet, is closed or damaged; or the embedding model gives a
-                vector that is not finite.
-            BusyError, WaitTimeoutError: too many requests wait, or this one waited too long.
-            StoreError, ServerError: the store is closed, or the server that makes the answer fails.
-            ForkError: this process is a fork of the one that made the engine or the index, or loaded the embedding
-                model.
-            UnsupportedModelError: a layer of the model does something that its survey did not show.
-            RuntimeError, MemoryError: a model fails, such as torch without memory. Over vLLM, RuntimeError also if the
-                engine is closed, and vLLM's own exceptions.
-            CancelledError: the task is cancelled, which ends the answer; over vLLM also if the engine was closed
-                meanwhile.
-
-        Exceptions of a filter that is a function pass.
-        """
+        """Return the answer for `async for`, with the options of `stream`. Even retrieval waits for the first piece."""
         return AsyncAnswerStream(partial(self.stream, question, **options))
 
     async def aask(self, question: str, **options: Unpack[AskOptions]) -> Answer:
         """Retrieve and answer without blocking the event loop; options as in `stream`.
 
-        A cancelled task stops the model after the current token. A retrieval that is under way then ends in its thread,
-        and no answer follows.
-
-        Returns:
-            The whole answer: its text ("" if the model ended it at once), its chunks and its statistics.
-
-        Raises:
-            ConfigError: an option, the filter, the question, the history, a tool or a schema cannot be used, the chat
-                template fails at the conversation, or a server refuses the request.
-            ContextLengthError: question, history and answer do not fit the model's context.
-            UnsupportedCallError: this engine does not support tools.
-            IndexStoreError: the index holds no documents yet, is closed or damaged; or the embedding model gives a
-                vector that is not finite.
-            BusyError, WaitTimeoutError: too many requests wait, or this one waited too long.
-            StoreError, ServerError: the store is closed, or the server that makes the answer fails.
-            ForkError: this process is a fork of the one that made the engine or the index, or loaded the embedding
-                model.
-            UnsupportedModelError: a layer of the model does something that its survey did not show.
-            RuntimeError, MemoryError: a model fails, such as torch without memory. Over vLLM, RuntimeError also if the
-                engine is closed, and vLLM's own exceptions.
-            CancelledError: the task is cancelled; over vLLM also if the engine was closed meanwhile.
-
-        Exceptions of a filter that is a function pass.
+        A cancelled task stops the model after the current token; a retrieval under way ends in its thread.
         """
         stream = self.astream(question, **options)
         async for _ in stream:
@@ -878,24 +596,12 @@ class CacheCraft(Retriever, Closeable):
         return Answer(stream.text, stream.sources, stream.stats)
 
     def close(self) -> None:
-        """Write pending captures and close the engine, and the index if this class opened it.
-
-        The engine is closed also if it was passed to the constructor; the index is closed if `from_pretrained`,
-        `from_settings` or `connect` opened it. A second call does nothing, and neither does a call in a fork of the
-        process.
-
-        With an engine that started vLLM it raises TimeoutError if vLLM has not ended after 30 seconds, and vLLM's own
-        exceptions; the index is closed even then. With other engines it raises nothing.
-        """
+        """Write pending captures, close the engine, and the index if this class opened it, even after an error."""
         with self._opened:
             self.engine.close()
 
 
-def _engine_loader(backend: str) -> Callable[..., AnswerEngine]:
-    if backend == "vllm":
-        from cachecraft_rag.vllm.engine import VLLMEngine
-
-        return VLLMEngine.from_pretrained
-    from cachecraft_rag.engine.engine import Engine
-
-    return Engine.from_pretrained
+def _check_embeddings(embeddings: object) -> None:
+    """Raise ConfigError for what is neither a path or a name nor an embedding model."""
+    if not hasattr(embeddings, "encode_query"):
+        check_path("embeddings", embeddings)

@@ -37,14 +37,6 @@ def attention(
 
     Returns:
         A new tensor `[rows, heads, head_dim]` in the dtype of `q`. A row that sees no key gets zeros or NaN.
-
-    Raises:
-        ValueError: a wrong number of sinks; with Triton also other shapes or dtypes that do not fit together.
-        KeyError: without Triton, `paths` names a path that is not in `attention_paths.PATHS`.
-        IndexError: with Triton, an absent key is not below `keys`; on a GPU torch reports it later, as a RuntimeError.
-        RuntimeError: torch's own, for shapes that do not fit together or without memory. The compiled kernels do not
-            check shapes.
-        MemoryError: no room for the scratch memory of the compiled kernels.
     """
     if uses_triton(q):
         from cachecraft_rag.kernels.gpu.attention import attend as attend_on_gpu
@@ -94,9 +86,6 @@ def attention_with_mass(
     Returns:
         `[rows, heads, head_dim]` in the dtype of `q`, and float32 `[rows, segments]`, the first result of
         `attention_mass`: 0 for an empty segment. A row that sees no key gets zeros or NaN in both.
-
-    Raises ValueError, KeyError, IndexError, RuntimeError and MemoryError as `attention` does: for shapes or dtypes that
-    do not fit together, for an unknown path without Triton, for an absent key beyond the keys, or without memory.
     """
     if uses_triton(q):
         from cachecraft_rag.kernels.gpu.attention import attend as attend_on_gpu

@@ -39,18 +39,12 @@ def attention_mass(
     Args:
         q: `[rows, heads, head_dim]`, rotated.
         k: `[keys, kv_heads, head_dim]`, rotated.
-        visible: the keys that each row sees.
         bounds: int64 `[segments + 1]`, ascending; segment i covers the keys `bounds[i]:bounds[i + 1]`.
-        scale, softcap, sinks: as in `attention`.
+        visible, scale, softcap, sinks: as in `attention`.
 
     Returns:
         float32 `[rows, segments]` and float32 `[keys]`; 0 for an empty segment and for a key that no row sees. A row
-        that sees no key gets zeros or NaN, and with NaN keys up to it may receive NaN too.
-
-    Raises ValueError for a wrong number of sinks. Other shapes or dtypes that do not fit together raise ValueError with
-    Triton and torch's RuntimeError with torch; the compiled kernels do not check them. With Triton, an absent key
-    beyond the keys raises IndexError, or on a GPU a later RuntimeError. Raises RuntimeError or MemoryError without
-    memory.
+            that sees no key gets zeros or NaN, and with NaN keys up to it may receive NaN too.
 
     >>> q, k, rows = torch.zeros(3, 1, 8), torch.zeros(3, 1, 8), torch.arange(3)  # every key in sight weighs the same
     >>> mass, received = attention_mass(q, k, Visibility(rows), torch.tensor([0, 3]), scale=1.0)
@@ -91,19 +85,9 @@ def segment_mass(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Return the attention of each row to each segment: the first result of `attention_mass`.
+    """Return the attention of each row to each segment: the first result of `attention_mass`, arguments as there.
 
-    With Triton this is cheaper, because the second result needs another sweep over the keys. The arguments are those of
-    `attention_mass`.
-
-    Returns:
-        float32 `[rows, segments]`, averaged over heads and without a row's own position; 0 for an empty segment. A row
-        that sees no key gets zeros or NaN.
-
-    Raises ValueError for a wrong number of sinks. Other shapes or dtypes that do not fit together raise ValueError with
-    Triton and torch's RuntimeError with torch; the compiled kernels do not check them. With Triton, an absent key
-    beyond the keys raises IndexError, or on a GPU a later RuntimeError. Raises RuntimeError or MemoryError without
-    memory.
+    With Triton this is cheaper, because the second result needs another sweep over the keys.
     """
     if uses_triton(q):
         from cachecraft_rag.kernels.gpu.attention import attend as attend_on_gpu

@@ -66,10 +66,9 @@ PATHS: Mapping[str, AttentionPath] = MappingProxyType(
 
 
 def paths_for(shape: ShapeClass) -> list[str]:
-    """Return the names of the paths for a class of shapes. The first is the default if none is measured.
+    """Return the names of the paths for a class of shapes; the first is the default if none is measured.
 
-    "compiled" is among them, as the last one, only where this process uses compiled kernels (`library.kernels`, which
-    are loaded and checked at the first call). The list is a new one. Raises nothing.
+    "compiled" is among them, as the last one, only where this process uses compiled kernels.
     """
     compiled = ["compiled"] if kernels() is not None else []
     if shape == "front":
@@ -91,8 +90,6 @@ class AttentionPaths:
     def of(self, visible: Visibility) -> AttentionPath:
         """Return the path for these rows; the first of `paths_for` if `names` has none for their class.
 
-        Raises KeyError if its name is not in `PATHS`.
-
         >>> AttentionPaths().of(Visibility(torch.tensor([0, 1, 2]))).kind
         'causal'
         >>> AttentionPaths({"few": "folded blocks of 288"}).of(Visibility(torch.tensor([1, 4])))
@@ -108,7 +105,7 @@ UNMEASURED = AttentionPaths()
 def shape_class(visible: Visibility) -> ShapeClass:
     """Return the class of these rows: "front", "few" or "some", see `AttentionPaths`.
 
-    Rows with a window or with absent keys are never "front". Without rows the class is "few". Raises nothing.
+    Rows with a window or with absent keys are never "front". Without rows the class is "few".
     """
     rows = len(visible.positions)
     sees_all_before = visible.window is None and visible.absent is None
@@ -134,8 +131,7 @@ def attend(
     tensor `[rows, heads, head_dim]` in the dtype of `q`; a row that sees no key gets zeros or NaN. A "causal" path is
     right only for the first rows of a prompt, which is not checked.
 
-    Raises ValueError for a wrong number of sinks, and torch's RuntimeError for other shapes that do not fit together or
-    without memory. The compiled kernels do not check other shapes, and raise MemoryError without memory.
+    The compiled kernels do not check other shapes, and raise MemoryError without memory.
     """
     run = kernels_for(q, k, v) if path.kind == "compiled" else None
     if run is not None and calls.attends(q, k, v):
@@ -191,12 +187,9 @@ def _masked_blocks(
 
 
 def fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float) -> Tensor:
-    """Attend in one block with torch's kernel.
+    """Attend in one block with torch's kernel: `q` and result `[kv_heads, group, rows, head_dim]`.
 
-    `q` and the result are `[kv_heads, group, rows, head_dim]`, keys and values `[keys, kv_heads, head_dim]`. `scale`
-    multiplies the scores. The mask `[rows, keys]`, in the dtype of `q`, is added to them; None = every key is visible.
-    A row whose mask is all -inf gets zeros or NaN. Raises torch's RuntimeError for shapes or dtypes that do not fit
-    together, or without memory.
+    Keys and values are `[keys, kv_heads, head_dim]`. The mask `[rows, keys]`, in the dtype of `q`, is added.
     """
     group = q.shape[1]
     return scaled_dot_product_attention(
@@ -220,10 +213,7 @@ def folded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float
 
 
 def causal(q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor:
-    """Attend from a prompt's first rows to the keys up to each, as many keys as rows.
-
-    Row i attends to the keys 0 to i. Shapes and errors are as in `fused`.
-    """
+    """Attend from a prompt's first rows to the keys up to each, as many keys as rows; shapes as in `fused`."""
     group = q.shape[1]
     return scaled_dot_product_attention(
         q, _expanded(k, group), _expanded(v, group), is_causal=True, scale=scale
@@ -240,12 +230,9 @@ def products(
     softcap: float | None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attend in one block by two matrix products around a softmax; shapes as in `fused`, returns float32.
+    """Attend in one block by float32 products around a softmax; rejected: half precision rounds every score.
 
-    Without sinks, a row that sees no key of the block gets NaN. Raises ValueError for a wrong number of sinks, torch's
-    RuntimeError for other shapes or without memory.
-
-    Rejected: products in half precision, which round every score.
+    Without sinks, a row that sees no key of the block gets NaN.
     """
     scores = masked_scores(q, k, block, scale=scale, softcap=softcap)
     weights = softmax_with_sinks(scores, q.shape[1], sinks)
@@ -253,9 +240,6 @@ def products(
 
 
 def _expanded(x: Tensor, group: int) -> Tensor:
-    """View `[keys, kv_heads, head_dim]` as `[kv_heads, group, keys, head_dim]`, with stride 0 along the group.
-
-    This avoids copying keys and values for every query head in grouped-query attention.
-    """
+    """View `[keys, kv_heads, head_dim]` as `[kv_heads, group, keys, head_dim]` without copying for each query head."""
     keys, kv_heads, head_dim = x.shape
     return x.transpose(0, 1)[:, None].expand(kv_heads, group, keys, head_dim)

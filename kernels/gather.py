@@ -23,14 +23,8 @@ def place(merged: Tensor, chunk: Tensor, start: int, *, cos: Tensor, sin: Tensor
     Args:
         merged: `[2, keys, kv_heads, head_dim]`, written at `start : start + tokens`.
         chunk: `[2, tokens, kv_heads, head_dim]`, raw keys and values.
-        start: the chunk's new first position.
-        cos: `[keys, rotary_dim]`, for all positions.
-        sin: like `cos`.
-
-    Raises:
-        ValueError: the chunk does not lie within the buffer's positions; with Triton also other shapes or strides that
-            do not fit together.
-        RuntimeError: torch's own, for other shapes that do not fit together. The compiled kernels do not check them.
+        start: the chunk's new first position; ValueError beyond the buffer.
+        cos, sin: `[keys, rotary_dim]`, for all positions.
     """
     if uses_triton(merged):
         place_all(merged[None], chunk[None], start, cos=cos, sin=sin, layers=[0])
@@ -51,18 +45,7 @@ def place_all(
 ) -> None:
     """Do the work of `place` in several layers, which must rotate alike: in one launch with Triton.
 
-    Args:
-        merged: `[layers, 2, keys, kv_heads, head_dim]`.
-        chunk: `[layers, 2, tokens, kv_heads, head_dim]`, on the same device.
-        start: as in `place`.
-        cos: as in `place`.
-        sin: as in `place`.
-        layers: numbers of the layers to place, ascending; without any, nothing is written. Other layers stay as they
-            are.
-
-    Raises:
-        ValueError, RuntimeError: as in `place`.
-        IndexError: on a CPU, there is no such layer. With Triton the numbers are not checked.
+    `merged` and `chunk` are `[layers, 2, …]` on the same device; `layers` are the numbers of those to place, ascending.
     """
     if uses_triton(merged):
         from cachecraft_rag.kernels.gpu.place import place as place_on_gpu
@@ -74,17 +57,6 @@ def place_all(
 
 
 def scatter_rows(merged: Tensor, keys: Tensor, values: Tensor, positions: Tensor) -> None:
-    """Write computed rows into the merged buffer at their positions.
-
-    Args:
-        merged: `[2, keys, kv_heads, head_dim]`.
-        keys: `[rows, kv_heads, head_dim]`, already rotated.
-        values: `[rows, kv_heads, head_dim]`.
-        positions: int64 `[rows]`, without repeats.
-
-    Raises torch's RuntimeError for heads, dtypes or devices that do not fit, and IndexError for another number of rows
-    than positions. On a CPU, a negative position or one beyond the buffer raises IndexError too. On a GPU it is
-    reported later, as a RuntimeError.
-    """
+    """Write rotated keys and values `[rows, …]` into `merged` at int64 positions, without repeats."""
     merged[0].index_copy_(0, positions, keys)
     merged[1].index_copy_(0, positions, values)

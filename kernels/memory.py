@@ -25,18 +25,8 @@ def empty(
     """Return an uninitialised, contiguous tensor; on a CPU its memory begins at a multiple of 64 bytes.
 
     On a CPU, NumPy allocates its memory, because NumPy asks the system for huge pages if the block is large. torch does
-    not, and faulting in a new block of 50 MB by pages of 4 KiB takes six times as long as filling it.
-
-    Args:
-        shape: shape of the tensor.
-        dtype: dtype of the tensor.
-        device: device of the tensor.
-        pinned: use page-locked main memory. Copies from it to a GPU are faster and run beside computing.
-
-    Raises:
-        MemoryError: there is not enough memory, or torch cannot allocate such memory at all: page-locked memory, or
-            memory of a GPU, on a machine without a GPU.
-        AssertionError: torch's own, for a CUDA device with a torch that was built without CUDA.
+    not, and faulting in a new block of 50 MB by pages of 4 KiB takes six times as long as filling it. Copies from
+    `pinned`, page-locked memory to a GPU are faster and run beside computing. MemoryError if there is none.
     """
     if pinned or torch.device(device).type != "cpu":
         try:
@@ -51,13 +41,8 @@ def empty(
 def to_host(tensor: Tensor, *, pinned: bool) -> Tensor:
     """Return a tensor's copy in main memory; a tensor that is there already is returned itself.
 
-    Args:
-        tensor: tensor on a GPU or in main memory.
-        pinned: make the copy of a tensor on a GPU page-locked where the system allows it. Copying it back then takes a
-            ninth of the time (docs/guides/gpu.md). torch rounds the size of such memory up to a power of two, and keeps
-            it for later tensors. Without room for that, the copy is an ordinary one.
-
-    Raises torch's RuntimeError if main memory is short.
+    With `pinned` it is page-locked if there is room: copying it back then takes a ninth of the time
+    (docs/guides/gpu.md). torch rounds the size of such memory up to a power of two, and keeps it for later tensors.
     """
     if tensor.device.type != "cuda" or not pinned:
         return tensor.cpu()
@@ -90,10 +75,8 @@ class Recycler:
     ) -> Tensor:
         """Return an uninitialised tensor. On a CPU it may use the memory of an earlier, unused tensor.
 
-        The memory of an earlier tensor is unused once that tensor and all its views are gone. If it is in use or does
-        not fit the size, new memory is allocated and kept in its place. On other devices, the tensor is always a new
-        one, and nothing is kept. Any thread may call this method. Raises MemoryError without memory, also for a GPU on
-        a machine without one, and torch's AssertionError for a CUDA device with a torch that was built without CUDA.
+        That tensor and all its views must be gone. If its memory is in use or does not fit the size, new memory is kept
+        in its place. On other devices nothing is kept. Any thread may call this method.
         """
         if torch.device(device).type != "cpu":
             return empty(shape, dtype, device)

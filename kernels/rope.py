@@ -22,14 +22,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, out: Tensor | None = None) ->
     Args:
         x: `[tokens, heads, head_dim]`, raw (before rotary embedding).
         cos, sin: `[tokens, rotary_dim]`, the rows of the positions wanted, in the dtype of `x`; rotary_dim ≤ head_dim.
-        out: where to write, same shape and dtype as `x`, not overlapping it; None = a new tensor.
-
-    Returns:
-        `out` or the new tensor, `[tokens, heads, head_dim]`.
-
-    If shapes do not fit together, or rotary_dim is odd, raises ValueError with Triton and torch's RuntimeError with
-    torch. The compiled kernels do not check them. With Triton, raises ValueError too if the dimensions of a head are
-    not adjacent in memory.
+        out: where to write, same shape and dtype as `x`, not overlapping it; None = a new tensor, which is returned.
 
     >>> x = torch.tensor([[[1.0, 0.0]]])  # a token, a head, two dimensions
     >>> turn = torch.tensor([[0.0, 0.0]]), torch.tensor([[1.0, 1.0]])  # cos and sin of 90 degrees
@@ -59,14 +52,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, out: Tensor | None = None) ->
 
 
 def add_rotated(out: Tensor, vector: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Add one raw vector to many rotated ones, each time rotated to the position it is added at.
-
-    Args:
-        out: `[tokens, heads, head_dim]`, changed in place.
-        vector: `[heads, head_dim]`, raw.
-        cos, sin: `[tokens, rotary_dim]`, the rows of the tokens' positions.
-
-    Raises torch's RuntimeError if shapes do not fit together.
+    """Add one raw vector `[heads, head_dim]` to rotated ones `[tokens, heads, head_dim]`, rotated to each position.
 
     >>> out, turn = torch.zeros(1, 1, 2), torch.tensor([[1.0, 1.0]])  # 90 degrees
     >>> add_rotated(out, torch.tensor([[1.0, 0.0]]), 0.0 * turn, turn)

@@ -75,8 +75,7 @@ def row_blocks(visible: Visibility, block_rows: int = BLOCK_ROWS) -> tuple[RowBl
 def additive(block: RowBlock, dtype: torch.dtype, *, repeats: int = 1) -> Tensor | None:
     """Return the mask to add to a block's scores, 0 or -inf: `[repeats · rows, keys]`; None if all keys are visible.
 
-    The keys are those of the block's span; the rows of the block are repeated as a whole. Raises torch's RuntimeError
-    without memory.
+    The keys are those of the block's span; the rows of the block are repeated as a whole.
     """
     if block.hidden is None:
         return None
@@ -90,18 +89,10 @@ def additive(block: RowBlock, dtype: torch.dtype, *, repeats: int = 1) -> Tensor
 def masked_scores(
     q: Tensor, k: Tensor, block: RowBlock, *, scale: float, softcap: float | None
 ) -> Tensor:
-    """Return the masked scores `[kv_heads, group · rows, keys]` of one block, in float32.
+    """Return a block's scores `[kv_heads, group · rows, keys]` in float32, -inf for hidden keys.
 
-    Args:
-        q: `[kv_heads, group, rows, head_dim]`.
-        k: `[keys, kv_heads, head_dim]`, the keys of the block's span.
-        block: the block.
-        scale: factor on the scores.
-        softcap: see `attention.attention`.
-
-    A hidden key has the score -inf. Raises torch's RuntimeError for shapes that do not fit together, or without memory.
-
-    A matrix product in bf16 would round them to 8 bits, and a weight grows with the exponential of its score.
+    `q` is `[kv_heads, group, rows, head_dim]`, `k` `[keys, kv_heads, head_dim]` of the block's span. A matrix product
+    in bf16 would round them to 8 bits, and a weight grows with the exponential of its score.
     """
     kv_heads, group, rows, head_dim = q.shape
     scaled_q = q.float().reshape(kv_heads, group * rows, head_dim) * scale
@@ -125,15 +116,7 @@ def check_sinks(sinks: Tensor | None, heads: int) -> None:
 def softmax_with_sinks(scores: Tensor, group: int, sinks: Tensor | None) -> Tensor:
     """Return the weights of one block's keys; what a head gives to its sink is missing from their sum.
 
-    Args:
-        scores: float32 `[kv_heads, group · rows, keys]`, masked.
-        group: query heads of a key/value head.
-        sinks: float32 `[heads]`, the score of each head's sink; None: no sinks.
-
-    Returns:
-        float32 `[kv_heads, group · rows, keys]`. Without sinks, a row that sees no key of the block gets NaN.
-
-    Raises ValueError for a wrong number of sinks, torch's RuntimeError without memory.
+    `scores`, masked, and result are float32 `[kv_heads, group · rows, keys]`, `sinks` float32 `[heads]`.
 
     >>> softmax_with_sinks(torch.zeros(1, 1, 1), 1, torch.zeros(1)).tolist()
     [[[0.5]]]
@@ -148,9 +131,6 @@ def softmax_with_sinks(scores: Tensor, group: int, sinks: Tensor | None) -> Tens
 
 
 def grouped(q: Tensor, kv_heads: int) -> Tensor:
-    """View `[rows, heads, head_dim]` as `[kv_heads, group, rows, head_dim]`.
-
-    Raises torch's RuntimeError if heads is not a multiple of kv_heads.
-    """
+    """View `[rows, heads, head_dim]` as `[kv_heads, group, rows, head_dim]`."""
     rows, heads, head_dim = q.shape
     return q.view(rows, kv_heads, heads // kv_heads, head_dim).permute(1, 2, 0, 3)

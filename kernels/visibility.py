@@ -31,8 +31,7 @@ class Visibility:
     def prepared(self, prepare: Callable[..., T], *arguments: Hashable) -> T:
         """Return `prepare(self, *arguments)`, which is computed once and shared by all layers of a pass.
 
-        Later calls with the same function and equal arguments return the same object, so do not change it. Raises what
-        `prepare` raises; the next call then tries again.
+        Later calls with the same function and equal arguments return the same object, so do not change it.
         """
         key = (prepare, arguments)
         if key not in self._prepared:

@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -82,14 +83,58 @@ def test_nothing_is_loaded_from_elsewhere(site: Path) -> None:
         assert not re.search(r"(@import|url\()\s*[\"']?(https?:)?//", style.read_text()), style.name
 
 
-def test_the_extension_for_docstrings() -> None:
-    spec = importlib.util.spec_from_file_location(
-        "docstrings", ROOT / "docs" / "site" / "docstrings.py"
-    )
+def script(name: str) -> Any:
+    """A script of `docs/site`, imported; that folder is no package."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / "site" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # where dataclasses look for it
     spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_of_errors_is_that_of_the_source() -> None:
+    errors = script("errors")
+    assert doctest.testmod(errors) == (0, 1)
+    source = errors.SOURCE.read_text(encoding="utf-8")
+    assert errors.PAGE.read_text(encoding="utf-8") == errors.page(source)
+    assert "## WaitTimeoutError" in errors.page(source)
+
+
+def test_an_outdated_page_of_errors_fails_the_lint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    errors = script("errors")
+    monkeypatch.setattr(errors, "PAGE", tmp_path / "errors.md")
+    monkeypatch.setattr(sys, "argv", ["errors.py", "--check"])
+    assert errors.main() == 1
+    assert "run python docs/site/errors.py" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", ["errors.py"])
+    assert errors.main() == 0
+    monkeypatch.setattr(sys, "argv", ["errors.py", "--check"])
+    assert errors.main() == 0
+
+
+def test_a_long_docstring_line_that_occurs_twice_is_reported() -> None:
+    repeated_lines = script("repeated_lines")
+    assert doctest.testmod(repeated_lines).failed == 0
+    line = "Raises StoreError if the catalog cannot be read, as all of these do."
+    counts = repeated_lines.Docstrings()
+    counts.add(f'class A:\n    """A class.\n\n    {line}\n    """\n', "a.py")
+    assert counts.repeated() == {}
+    counts.add(f'def f():\n    """{line}"""\n    return 1\n', "b.py")
+    assert counts.repeated() == {line: ["a.py:4", "b.py:2"]}
+
+
+def test_an_interface_without_a_body_may_have_a_long_docstring() -> None:
+    counts = script("repeated_lines").Docstrings()
+    counts.add('def f():\n    """First.\n\n    Second.\n    """\n', "a.py")
+    assert counts.longer == 0
+
+
+def test_the_extension_for_docstrings() -> None:
+    module = script("docstrings")
     assert doctest.testmod(module) == (0, 1)
     assert module.as_markdown(">>> 1 + 1\n2") == "```pycon\n>>> 1 + 1\n2\n```"
     shared = "Args:\n    model, store: what `open`\n        takes.\n    k: how many."

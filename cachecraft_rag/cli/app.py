@@ -78,7 +78,7 @@ COMMANDS: dict[str, CommandEntry] = {
     ),
     "serve": CommandEntry(
         "serve",
-        "Serve a model with vLLM: chat completions whose field `documents` holds chunks reuse their chunk-caches.",
+        "Serve a model to OpenAI's clients: requests whose field `documents` holds chunks reuse their chunk-caches.",
         _OPERATING,
     ),
     "quality": CommandEntry(
@@ -128,7 +128,7 @@ class Command(TyperCommand):
     """A command."""
 
     def get_params(self, ctx: Any) -> Any:
-        """Return the list of arguments and options, --help too; the metavar of flags is emptied, for --help."""
+        """Return the arguments and options, --help too, as `_without_types` leaves them."""
         return _without_types(super().get_params(ctx))
 
 
@@ -136,7 +136,7 @@ class Group(TyperGroup):
     """A group of commands."""
 
     def get_params(self, ctx: Any) -> Any:
-        """Return the list of arguments and options, --help too; the metavar of flags is emptied, for --help."""
+        """Return the arguments and options as `Command` does."""
         return _without_types(super().get_params(ctx))
 
 
@@ -185,11 +185,7 @@ class LazyGroup(Group):
         return list(COMMANDS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Return the command of this name, and None for an unknown name; imports the command's module.
-
-        While `format_help` runs, nothing is imported: the command has only its name, summary and panel, and an unknown
-        name raises KeyError.
-        """
+        """Return the command of this name, imported now, except while `format_help` needs only its name and summary."""
         if not self._is_listing:
             return super().get_command(ctx, cmd_name)
         entry = COMMANDS[cmd_name]
@@ -276,13 +272,6 @@ def main() -> None:
 
     The package's log messages, from WARNING on or with --verbose from INFO on, then go to stderr only: the handlers of
     its logger are replaced.
-
-    Raises:
-        SystemExit: at every end but the next one, with the exit code: 0 done; 1 a check found something wrong; 2 an
-            error of this package, a wrong argument, or output that cannot be written (a full disk), with a message on
-            stderr; 130 Ctrl-C, and 129 or 143 for SIGHUP or SIGTERM during `eval` and `calibrate`, also with a message
-            on stderr.
-        OSError: a file cannot be read or written. It passes with a traceback, as other errors than CacheCraftError do.
     """
     try:
         app()

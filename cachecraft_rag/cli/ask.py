@@ -64,12 +64,7 @@ def require_index(store: Path) -> None:
 
 
 def require_match(store: Path, where: Where | None) -> None:
-    """Raise ConfigError unless the filter leaves a chunk: without one the model would answer without a source.
-
-    Does nothing without a filter. Otherwise the index is opened and closed again. Raises ConfigError also for an
-    invalid filter, and IndexStoreError if the store has no retrieval index, or one that is damaged, of a newer version
-    or locked by another process for 30 seconds. Exceptions of a filter that is a function pass.
-    """
+    """Raise ConfigError if the filter leaves no chunk: the model would answer without a source."""
     if where is None:
         return
     from cachecraft_rag.retrievers.index.faiss_store import FaissStore
@@ -92,19 +87,6 @@ def load(settings: Settings, *, server: str | None = None, **chosen: object) -> 
         server: address of a server that `cachecraft serve` started. Of the settings only `store`, `embeddings` and a
             given `system` are then used; the others are checked.
         chosen: options of `EngineConfig`; they override the settings. Over a server only `system` is possible.
-
-    Raises:
-        ConfigError: a setting or an option is wrong, the model's chat template or the instruction cannot be used, or a
-            server cannot be given this option, has an invalid address or refuses the request (ContextLengthError if its
-            message names a context).
-        ModelNotFoundError: the model or the embedding model cannot be loaded.
-        IndexStoreError: the index in the store is of another embedding model, damaged or of a newer version, or its
-            folder cannot be used; or the embedding model gives a vector that is not finite.
-        UnsupportedModelError, StoreError: without a server, if the model cannot be served or its store not be opened.
-        ServerError: with a server, if it does not answer, is of another kind or version, asks for a key, or sends a
-            malformed reply.
-        OSError: with a server, if its tokenizer cannot be written to a temporary folder.
-        RuntimeError, MemoryError: there is no memory for a model.
     """
     if server is not None:
         check_names(chosen, ("system",), what="option over a server")
@@ -129,9 +111,7 @@ def load(settings: Settings, *, server: str | None = None, **chosen: object) -> 
 def trace_requests() -> None:
     """Send traces from now on if the environment names a collector (`OTEL_EXPORTER_OTLP_ENDPOINT`).
 
-    Does nothing without one, or if tracing was configured before; see `configure_tracing`. Raises nothing: if the
-    variables cannot be used, or the extra `otel` is not installed, it prints a warning on stderr, because they may be
-    meant for other programs.
+    See `configure_tracing`; if that fails, a warning on stderr: the variables may be meant for other programs.
     """
     from cachecraft_rag.observability.tracing import configure_tracing
 
@@ -204,19 +184,10 @@ def index_into(settings: Settings, folder: Path, *, follow_links: bool) -> Index
     The index is made if it is missing, and closed at the end. Progress goes to stderr, and other libraries are quiet
     from then on (`quiet_libraries`). The first use of the model "demo" also converts or downloads its weights.
 
-    Returns the report: documents that were added, updated, removed and unchanged, and files that cannot be read
-    (`problems`). Chunk-caches of removed chunks (`removed_chunk_ids`) stay: the caller removes them.
-
-    Raises:
-        ModelNotFoundError: the embedding model cannot be loaded. A missing answering model raises nothing.
-        IndexStoreError: the index was made with another embedding model, or cannot be read or written; or the embedding
-            model gives a vector that is not finite.
-        DocumentError: there is nothing at the path, or a file of a kind that cannot be indexed.
-        ConfigError: the embedding model's limit leaves no room for text (fewer than 16 tokens).
-        RuntimeError: torch has no memory for the embedding model.
+    Chunk-caches of removed chunks (`removed_chunk_ids` of the report) stay: the caller removes them.
     """
     with waiting("Loading the embedding model"):
-        from cachecraft_rag.model.decoder import chunk_bound_of
+        from cachecraft_rag.model.checkpoint import chunk_bound_of
         from cachecraft_rag.retrievers.embeddings import BUNDLED_EMBEDDER, Embedder
         from cachecraft_rag.retrievers.indexer import index_folder
         from cachecraft_rag.retrievers.retriever import open_index
@@ -250,24 +221,9 @@ class Primed:
 
 
 def prime_all(rag: CacheCraft, *, alone: bool = False) -> Primed:
-    """Print the estimate of priming, compute all missing chunk-caches, and return their number and the estimate.
+    """Print the estimate of priming, compute all missing chunk-caches, and return what was done.
 
-    Estimate and progress go to stderr. `captured` of the result is 0 if none was missing, and `not_primed` has a
-    sentence about each document with chunks that are too long.
-
-    Args:
-        alone: capture each chunk after a fixed passage instead of its neighbours.
-
-    Raises:
-        StoreError, ServerError: the store cannot be used, or the server fails. What was captured before stays.
-        IndexStoreError: the index is closed or damaged.
-        ConfigError: the instruction is private, or a server refuses a text, cannot use its store, or names a codec that
-            is unknown here.
-        ContextLengthError: the instruction alone is longer than a pass, or a server finds a chunk too long.
-        UnsupportedCallError: `alone` with the model in a server.
-        UnsupportedModelError: a layer of the model does something that its survey did not show.
-        ForkError: this process is a fork of the one that opened the index, the store or the engine.
-        RuntimeError, MemoryError: the model fails, such as torch without memory.
+    Estimate and progress go to stderr. For `alone` see `CacheCraft.prime`.
     """
     estimate = rag.estimate_priming(alone=alone)
     skipped: list[str] = []
@@ -294,11 +250,7 @@ def print_estimate(estimate: PrimingEstimate, codec: str) -> None:
 
 @contextmanager
 def opened_caches(store: Path) -> Iterator[ChunkCacheStore | None]:
-    """Open the chunk-caches of a store folder for the block; they are closed after it.
-
-    The block gets None if the folder has no chunk-caches yet, and nothing is made. Raises StoreError if they cannot be
-    opened. Errors of the block pass.
-    """
+    """Open the chunk-caches of a store folder for the block, which gets None if it has none yet."""
     from cachecraft_rag.store import ChunkCacheStore
     from cachecraft_rag.store.config import CACHE_FOLDER
 
@@ -310,12 +262,7 @@ def opened_caches(store: Path) -> Iterator[ChunkCacheStore | None]:
 
 
 def print_index_report(report: IndexReport, primed: Primed) -> None:
-    """Print the report on stdout, and warnings on stderr.
-
-    Stdout gets a line of counts, and a second one with the number of computed chunk-caches unless `primed.captured` is
-    None. There is a warning for each file that was left out, for each document with chunks that are too long to prime,
-    and if nothing was found to index.
-    """
+    """Print the report on stdout, and warnings on stderr: for files left out and chunks too long to prime."""
     out.print(
         f"{counted(len(report.added), 'document')} added, {len(report.updated)} updated, "
         f"{len(report.removed)} removed, {len(report.unchanged)} unchanged; "
@@ -347,38 +294,16 @@ class AskingOptions:
     server: str | None = None
 
     def is_brief(self, settings: Settings) -> bool:
-        """Return True if answers end after their first sentence.
-
-        --brief and --no-brief decide. Without them answers are brief if the demo model runs in this process, not in a
-        server.
-        """
+        """Return True if answers end after their first sentence: by default for the demo model in this process."""
         if self.brief is not None:
             return self.brief
         return self.server is None and settings["model"] == "demo"
 
     @contextmanager
     def open(self, settings: Settings) -> Iterator[tuple[CacheCraft, AskOptions]]:
-        """Open a `CacheCraft`, which is closed after the block; the block gets it, and the options of each question.
+        """Open a `CacheCraft` by `load` for the block, which gets it and the options of each question.
 
-        The options are `top_k`, `sampling` and `where` (None without --where), and over a server also `config`. `load`
-        opens it, with its spinner on stderr.
-
-        Raises:
-            ConfigError: a setting or `--where` is wrong, or no chunk matches `--where`. Like a missing index, this is
-                found before a model is loaded. Also if the model's chat template or the instruction cannot be used, or
-                a server has an invalid address or refuses the request (ContextLengthError if its message names a
-                context).
-            IndexStoreError: the store has no index, a damaged one, one of a newer version or of another embedding
-                model; or the embedding model gives a vector that is not finite.
-            ModelNotFoundError: the model or the embedding model cannot be loaded.
-            UnsupportedModelError, StoreError: without a server, if the model cannot be served or its store not be
-                opened.
-            ServerError: with a server, if it does not answer, is of another kind or version, asks for a key, or sends a
-                malformed reply.
-            OSError: with a server, if its tokenizer cannot be written to a temporary folder.
-            RuntimeError, MemoryError: there is no memory for a model.
-
-        Errors of the block pass.
+        A wrong setting, a missing index and a `--where` without a match are found before a model is loaded.
         """
         config = settings.engine_config()
         asking: AskOptions = {"top_k": settings["top_k"], "sampling": settings.sampling()}
@@ -435,13 +360,8 @@ def ask(
 def print_comparison(comparison: Comparison, *, brief: bool, as_json: bool) -> None:
     """Print both answers, the share of words on which they agree, both times to the first token, and statistics.
 
-    The statistics are those of the answer with reuse (`print_stats`). If an answer is empty, the times are not
-    compared.
-
-    Args:
-        brief: only the first sentence of each answer, or the whole one if the end of a sentence is not found.
-        as_json: print the whole comparison as one line of JSON instead, with whole answers; a speedup that is NaN
-            becomes null.
+    With `brief` only the first sentence of each answer; `as_json` prints the whole comparison as one line instead. If
+    an answer is empty, the times are not compared.
     """
     if as_json:
         print_json(comparison.as_dict())
@@ -472,13 +392,8 @@ def print_comparison(comparison: Comparison, *, brief: bool, as_json: bool) -> N
 def print_stream(stream: AnswerStream, *, brief: bool) -> str:
     """Print the answer to stdout as it is generated, with a line end after it, and return it.
 
-    With `brief`, the stream is closed after its first sentence, and that is what is printed and returned; it is the
-    whole answer if the end of a sentence is not found. Without `brief` it is the whole answer.
-
-    Raises the errors of the stream's pieces, after the text so far was printed: BusyError or WaitTimeoutError if the
-    engine is too busy, StoreError if its store is closed, UnsupportedModelError if a layer of the model does something
-    that its survey did not show, ForkError in a fork of the engine's process, RuntimeError or MemoryError if the model
-    fails; with a server ServerError if it fails, ConfigError or ContextLengthError if it refuses the request.
+    With `brief`, the stream is closed after its first sentence, if there is one, and that is what is printed and
+    returned.
     """
     printed = 0
     for piece in stream:
@@ -497,13 +412,7 @@ def print_stream(stream: AnswerStream, *, brief: bool) -> str:
 def whole_answer(stream: AnswerStream, *, brief: bool) -> Answer:
     """Return the answer without printing it, with its sources and statistics.
 
-    With `brief`, the stream is closed after its first sentence, and the text is that sentence; it is the whole answer
-    if the end of a sentence is not found.
-
-    Raises the errors of the stream's pieces: BusyError or WaitTimeoutError if the engine is too busy, StoreError if its
-    store is closed, UnsupportedModelError if a layer of the model does something that its survey did not show,
-    ForkError in a fork of the engine's process, RuntimeError or MemoryError if the model fails; with a server
-    ServerError if it fails, ConfigError or ContextLengthError if it refuses the request.
+    With `brief`, the stream is closed after its first sentence, if there is one, and that is the text.
     """
     if brief:
         for _ in stream:
@@ -515,11 +424,7 @@ def whole_answer(stream: AnswerStream, *, brief: bool) -> Answer:
 
 
 def outcome_of(chunk: ChunkStats) -> str:
-    """Return how a chunk-cache was used, such as "exact", with the reason after a colon if the chunk has a reason.
-
-    For a chunk that was used and also computed in part to save time, it is the outcome, "in part", and a shorter
-    reason.
-    """
+    """Return how a chunk-cache was used, such as "exact", with the reason after a colon if the chunk has a reason."""
     if chunk.reason_code is Reason.COMPUTED_FASTER and chunk.outcome in ("exact", "reused"):
         return (
             f"{chunk.outcome} in part: computing the rest was expected to be faster than loading it"
@@ -528,11 +433,7 @@ def outcome_of(chunk: ChunkStats) -> str:
 
 
 def print_sources(stream: AnswerStream) -> None:
-    """Print a table to stdout with the source of each chunk of an answer, and how its chunk-cache was used.
-
-    Without chunks, only its headings are printed. Raises KeyError if the answer has not ended, because its statistics
-    lack the chunks then.
-    """
+    """Print a table of an ended answer's chunks: the source of each, and how its chunk-cache was used."""
     reports = {chunk.chunk_id: chunk for chunk in stream.stats.chunks}
     rows = []
     for place, source in enumerate(stream.sources, start=1):
@@ -572,10 +473,7 @@ def print_calibration(rag: CacheCraft) -> None:
 
 
 def print_stats(stats: RequestStats) -> None:
-    """Print the times (in seconds) and tokens of a request to stdout, in one line.
-
-    Also prints a warning to stderr if the remote was asked and did not answer.
-    """
+    """Print a request's times and tokens in a line, and a warning to stderr if the remote did not answer."""
     spared = f" ({stats.tokens_spared} spared out of focus)" if stats.tokens_spared else ""
     out.print(
         f"first token after {stats.ttft_s:.2f} s (plan {stats.plan_s:.3f}, load {stats.load_s:.3f}, "

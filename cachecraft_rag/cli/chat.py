@@ -49,15 +49,7 @@ def chat(*, settings: Settings, chosen: ask.AskingOptions) -> None:
 
 @contextmanager
 def metrics(rag: CacheCraft, port: int | None) -> Iterator[None]:
-    """Serve the engine's metrics on 127.0.0.1 while the block runs, and print their URL to stderr.
-
-    The block gets None.
-
-    Args:
-        port: port to listen on, 0 for a free one; None serves and prints nothing.
-
-    Raises ConfigError if the port is out of range, taken or not allowed. Errors of the block pass.
-    """
+    """Serve the engine's metrics on 127.0.0.1 at this port (0: a free one) in the block; None: not at all."""
     if port is None:
         yield
         return
@@ -69,13 +61,7 @@ def metrics(rag: CacheCraft, port: int | None) -> Iterator[None]:
 
 
 def converse(conversation: Conversation) -> None:
-    """Read lines of stdin, after the prompt "> ", and handle them until the input ends, or until /quit or /exit.
-
-    White space around a line is left out. Raises KeyboardInterrupt for Ctrl-C at the prompt, and the errors of
-    `Conversation.take`: StoreError if the store is closed, IndexStoreError if the index is empty, closed or damaged,
-    UnsupportedModelError if a layer of the model does something that its survey did not show, ForkError in a fork, and
-    RuntimeError or MemoryError if a model fails.
-    """
+    """Read lines of stdin, after the prompt "> ", and handle them until the input ends, or until /quit or /exit."""
     while True:
         try:
             typed = input("> ").strip()
@@ -108,14 +94,8 @@ class Conversation:
         """Handle a line: a command, or a question to answer. An empty line does nothing.
 
         /new forgets the turns, /sources prints the sources of the last answer, and any other single word after a slash
-        prints the help. An answer is printed to stdout as it is generated, then its statistics; question and answer
-        become turns of the conversation. ContextLengthError, ConfigError, ServerError, BusyError and WaitTimeoutError
-        of a question are printed, and the conversation goes on without it. Ctrl-C ends only the answer; its text so far
-        stays in the conversation.
-
-        Raises StoreError if the store is closed, IndexStoreError if the index is empty, closed or damaged,
-        UnsupportedModelError if a layer of the model does something that its survey did not show, ForkError in a fork,
-        and RuntimeError or MemoryError if a model fails, such as torch without memory.
+        prints the help. A question that is refused, or fails because of a server or other requests, is printed, and the
+        conversation goes on without it. Ctrl-C ends only the answer; its text so far stays in the conversation.
         """
         if typed == "/new":
             self._history.clear()

@@ -25,9 +25,7 @@ _UNPRINTABLE_IN_JSON = re.compile("[\x7f-\x9f\ud800-\udfff]")  # json escapes C0
 
 
 def visible(text: str) -> str:
-    r"""Return the text with control characters escaped; a carriage return before a line feed is dropped.
-
-    Tabs and line feeds stay. Half a surrogate pair is escaped too.
+    r"""Return the text with control characters escaped, but for tabs and line feeds; "\r\n" becomes "\n".
 
     >>> visible("\x1b[2Jfine\r\n\x9b1m")
     '\\x1b[2Jfine\n\\x9b1m'
@@ -43,9 +41,7 @@ def _escape(match: re.Match[str]) -> str:
 def as_json(value: object) -> str:
     """Return one line of JSON that is safe to print: non-ASCII letters as they are, control characters escaped.
 
-    Values of other types become their `str`. NaN and infinities become null, because JSON has no such numbers. Keys
-    that are numbers, bools or None become texts. Raises TypeError for any other key that is no text, ValueError for a
-    value that holds itself, and RecursionError for one that is nested too deeply.
+    Values of other types become their `str`, and NaN and infinities null, because JSON has no such numbers.
     """
     text = json.dumps(value, ensure_ascii=False, default=str)
     if "NaN" in text or "Infinity" in text:
@@ -73,11 +69,7 @@ class PlainConsole(Console):
 
 
 def console_on(stream: TextIO) -> PlainConsole:
-    """Return a console on stderr if `stream` is `sys.stderr`, else on stdout.
-
-    It is as wide as the terminal, and 200 columns wide if `stream` is no terminal, for whole tables in files. The
-    environment variable COLUMNS sets another width.
-    """
+    """Return a console for `stream`, 200 columns wide without a terminal or COLUMNS, for whole tables."""
     wide = None if stream.isatty() or "COLUMNS" in os.environ else 200
     return PlainConsole(stderr=stream is sys.stderr, width=wide)
 
@@ -87,10 +79,6 @@ err = console_on(sys.stderr)
 
 
 def print_error(error: CacheCraftError, advice: str = "") -> None:
-    """Print "error:", the message of an error and `advice` to stderr; raises nothing and does not end the program.
-
-    Args:
-        advice: a sentence that only the command knows; "" for no advice.
-    """
+    """Print the message of an error, and a sentence of advice that only the command knows, to stderr."""
     err.print("error:", style="bold red", end=" ")
     err.print(f"{error} {advice}".strip(), soft_wrap=True)

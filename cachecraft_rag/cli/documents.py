@@ -28,11 +28,7 @@ app = typer.Typer(
 
 @contextmanager
 def opened(store: Path) -> Iterator[FaissStore]:
-    """Open the retrieval index of a store folder for the block, and close it after it.
-
-    No model is loaded and nothing is created. Raises IndexStoreError if the index is missing, damaged, of a newer
-    version or locked by another process for 30 seconds. Errors of the block pass.
-    """
+    """Open the retrieval index of a store folder for the block. No model is loaded and nothing is created."""
     require_index(store)
     from cachecraft_rag.retrievers.index.faiss_store import FaissStore
     from cachecraft_rag.retrievers.retriever import INDEX_FOLDER

@@ -14,9 +14,8 @@ def first_sentence(text: str) -> str | None:
     """Return the text up to the end of its first sentence; None if the text holds no end of a sentence yet.
 
     A sentence ends with ".", "!", "?" or "…", and quotes or brackets directly after it, once white space and a
-    character other than a small letter follow. It also ends with its line. So the last sentence of a text without a
-    line end after it has not ended. The number of a list, an initial and an abbreviation end no sentence, and neither
-    does a line that announces a list. White space at the end is left out.
+    character other than a small letter follow. It also ends with its line. The number of a list, an initial and an
+    abbreviation end no sentence.
 
     >>> first_sentence("1. 29 days"), first_sentence("1. 29 days. Then"), first_sentence("Ask Dr. Moll. Then")
     (None, '1. 29 days.', 'Ask Dr. Moll.')

@@ -65,11 +65,7 @@ Command = Callable[..., None]
 def option_of(key: str, **changes: Any) -> Any:
     """Return the option of a setting, for the annotation of a parameter: flags, help and group from its dataclass.
 
-    Args:
-        key: a key of `known_settings`, such as "top_k" or "method.alpha".
-        changes: arguments of `typer.Option` in place of those that follow from the setting.
-
-    Raises KeyError if `known_settings` lacks the key, and TypeError for an argument that `typer.Option` lacks.
+    `changes` are arguments of `typer.Option` in place of those that follow from the setting.
     """
     known = known_settings()[key]
     names = _names(key)
@@ -104,7 +100,7 @@ def panel_of(key: str) -> str | None:
 
 
 def sentence(text: str) -> str:
-    """Return a description as a sentence of --help, with a capital letter and a full stop; "" for "".
+    """Return a description as a sentence of --help, with a capital letter and a full stop.
 
     >>> sentence("chunks to retrieve")
     'Chunks to retrieve.'
@@ -162,13 +158,6 @@ def takes(
         keys: keys of `known_settings`.
         defaults: defaults of this command, in place of those of the settings and fields.
         groups: dataclasses; a field may be annotated with a `typer.Option`.
-
-    Returns:
-        A decorator. The decorated command returns None; it raises ConfigError if the settings file, the environment or
-        a flag is wrong or a dataclass refuses its values, and all errors of the command.
-
-    Raises KeyError, when a command is decorated, if `known_settings` lacks a key or a field has neither a description
-    nor an option.
     """
 
     def decorate(command: Command) -> Command:
@@ -267,8 +256,7 @@ def where_of(conditions: list[str] | None) -> Callable[[Metadata], bool] | None:
     """Return the filter of --where, a function from a chunk's metadata to a bool; None without conditions.
 
     Conditions on one name are alternatives, those on different names must all hold; a chunk without the name does not
-    match. Values are compared as text, capital and small letters as different ones, and `*` stands for any text. White
-    space around name and value is left out. Raises ConfigError for a condition that is not NAME=VALUE.
+    match. Values are compared as text, capital and small letters as different ones, and `*` stands for any text.
 
     >>> allowed = where_of(["source=docs/*", "page=2", "page=3"])
     >>> allowed({"source": "docs/a.pdf", "page": 3}), allowed({"source": "docs/a.pdf", "page": 1}), allowed({})
@@ -300,10 +288,7 @@ def where_of(conditions: list[str] | None) -> Callable[[Metadata], bool] | None:
 def print_table(
     headings: Sequence[str], rows: Iterable[Sequence[object]], *, numbers: bool = False
 ) -> None:
-    """Print a table to stdout; with `numbers` all columns but the first are set to the right.
-
-    Cells are printed as their `str`, so None becomes "None". Without rows, only the headings are printed.
-    """
+    """Print a table to stdout; with `numbers` all columns but the first are set to the right."""
     table = Table(box=None, pad_edge=False)
     for place, heading in enumerate(headings):
         table.add_column(heading, overflow="fold", justify="right" if numbers and place else "left")
@@ -313,11 +298,7 @@ def print_table(
 
 
 def print_json(value: object) -> None:
-    """Print a value to stdout as one line of JSON; NaN and infinities become null, other types their `str`.
-
-    Raises TypeError for a key that is no text, number, bool or None, ValueError for a value that holds itself, and
-    RecursionError for one that is nested too deeply.
-    """
+    """Print a value to stdout as one line of JSON; NaN and infinities become null, other types their `str`."""
     typer.echo(as_json(value))
 
 
@@ -335,10 +316,7 @@ def set_threads(threads: int | None) -> None:
 
 
 def quiet_libraries() -> None:
-    """Switch off the progress bars and warnings of libraries for this process; the commands show their own.
-
-    These are huggingface_hub, transformers (its errors are still shown) and pypdf. Imports the first two.
-    """
+    """Switch off the progress bars and warnings of huggingface_hub, transformers and pypdf for this process."""
     import transformers.utils.logging
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
@@ -350,10 +328,7 @@ def quiet_libraries() -> None:
 
 @contextmanager
 def waiting(text: str) -> Iterator[None]:
-    """Show a spinner with a text on stderr while the block runs, for work without steps; nothing without a terminal.
-
-    The block gets None. Errors of the block pass.
-    """
+    """Show a spinner with a text on stderr in the block, for work without steps; nothing without a terminal."""
     with err.status(Text(text)):
         yield
 
@@ -362,11 +337,7 @@ def waiting(text: str) -> Iterator[None]:
 def progress_bar(text: str, *, remaining: bool = False) -> Iterator[Callable[[Progress], None]]:
     """Show a progress bar on stderr while the block runs, or lines now and then (`ProgressLines`) without a terminal.
 
-    The block gets a function that shows a `Progress`. Errors of the block pass.
-
-    Args:
-        text: words before the bar.
-        remaining: also show the time left, for work whose steps take about equally long.
+    The block gets a function that shows a `Progress`. `remaining` also shows the time left.
     """
     if not err.is_terminal:
         yield ProgressLines(text, remaining=remaining)
@@ -417,9 +388,7 @@ class ProgressLines:
 
 
 def numbers(text: str) -> list[float]:
-    """Return the numbers of a comma-separated list, in order.
-
-    Raises ConfigError for other text, "", NaN and infinities. The range of the numbers is not checked.
+    """Return the numbers of a comma-separated list, in order; no NaN, and no infinities.
 
     >>> numbers("0.5,1,2")
     [0.5, 1.0, 2.0]

@@ -43,18 +43,9 @@ app = typer.Typer(
 def opened(
     folder: Path, remote: RemoteConfig | None = None, **settings: Any
 ) -> Iterator[ChunkCacheStore]:
-    """Open the store inside a folder, or in the folder itself if it is an engine's own store; close it after the block.
+    """Open the store inside a folder, or in the folder itself if it is an engine's own store, for the block.
 
-    The block gets the store. Creates no store folder; a store of another version is set aside, and a new one is made in
-    its place.
-
-    Args:
-        remote: a remote to open it with; None: no remote.
-        settings: fields of `StoreConfig` by name; the store's limits among them are changed for all processes.
-
-    Raises StoreError if the folder holds no store, or one that cannot be opened; ConfigError for a wrong setting, for
-    keys of the remote that cannot be used, and for a package that the codec or the remote needs and that is not
-    installed. Errors of the block pass.
+    Creates no store folder. Limits among `settings`, fields of `StoreConfig`, are changed for all processes.
     """
     from cachecraft_rag.store import CATALOG_FILE, ChunkCacheStore
     from cachecraft_rag.store.config import CACHE_FOLDER

@@ -33,17 +33,7 @@ class DecodeStep:
 
 @torch.inference_mode()
 def extend(stack: Stack, buffer: KVBuffer, tokens: Sequence[int], position: int) -> Tensor:
-    """Compute these tokens, the first at `position`, and write their keys and values to the buffer.
-
-    They attend to everything that the buffer holds before them: all earlier positions must be filled.
-
-    Returns:
-        Their hidden states `[streams, tokens, hidden]` after the last layer, before the model's final norm.
-
-    Raises what the model or a kernel raises, such as torch's RuntimeError without tokens, and RuntimeError or
-    MemoryError without memory. On a CPU, raises IndexError for a token id that the model does not have, and for a
-    position beyond the buffer. On a GPU torch reports both later, as a RuntimeError.
-    """
+    """Compute tokens from `position` on into the buffer; return `[streams, tokens, hidden]`, not normed."""
     positions = np.arange(position, position + len(tokens))
     return _compute(stack, [_row_pass(stack, buffer, tokens, positions)])
 
@@ -52,12 +42,7 @@ def extend(stack: Stack, buffer: KVBuffer, tokens: Sequence[int], position: int)
 def extend_all(stack: Stack, steps: Sequence[DecodeStep]) -> Tensor:
     """Compute one step of each of several answers in one pass, and write its keys and values to the steps' buffers.
 
-    Returns:
-        Hidden states `[streams, steps, hidden]` of the steps' tokens after the last layer, in the order of `steps`.
-
-    Raises IndexError for no steps, and on a CPU for a token id that the model does not have and for a position beyond
-    the buffer; on a GPU torch reports these two later, as a RuntimeError. Also raises what the model or a kernel
-    raises, such as MemoryError or torch's RuntimeError without memory.
+    Returns hidden states `[streams, steps, hidden]` of the steps' tokens after the last layer.
     """
     passes = [
         _row_pass(stack, step.buffer, [step.token], np.array([step.position])) for step in steps

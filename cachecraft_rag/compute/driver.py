@@ -57,16 +57,8 @@ def run(
     """Run the steps of a prefill or of a capture in this thread, and return the result of the generator.
 
     Blocks in each `Wait` up to its `timeout_s`, and in each `Future` without limit. The generator receives a step's
-    result, but not its error: then it is closed, and the error is raised here.
-
-    Args:
-        stack: the model's layers.
-        steps: the generator of steps; it is closed in the end, also after an error.
-        turn: makes the context in which a `Forward` or a `Call` is run.
-
-    Raises what the generator, a called function, the model or the work of a `Future` raises, such as torch's
-    RuntimeError without memory or CancelledError. Raises AssertionError for a `DecodeStep` and for `Until`: only
-    `serving.step_loop` runs these.
+    result, but not its error: then it is closed, and the error is raised here. `turn` makes the context of each
+    `Forward` or `Call`.
     """
     outcome: object = None
     try:
@@ -92,24 +84,12 @@ def run(
 
 
 def prefill(stack: Stack, job: PrefillJob) -> PrefillResult:
-    """Run a job that has nothing to load, up to its last step, in this thread; return its result.
-
-    The result holds a new buffer with the keys and values of the prompt, to decode in.
-
-    Raises what the model or a kernel raises, such as IndexError for a token id that the model does not have (on a GPU
-    torch reports it later, as a RuntimeError), MemoryError or torch's RuntimeError without memory, and what the job's
-    `ProbeRequest.choose` raises. With several ranks, raises AnotherRankFailedError and RanksApartError, see
-    `stack.Ranks`.
-    """
+    """Run a job that has nothing to load in this thread; its result's buffer is new, to decode in."""
     return run(stack, prefill_steps(stack, job))
 
 
 def prefill_steps(stack: Stack, job: PrefillJob) -> Work[PrefillResult]:
-    """Return the generator of the steps of a job that has nothing to load, see `OverlappedPrefill.steps`.
-
-    The buffer for its keys and values is made at once; nothing is computed before the first step is taken. Raises
-    MemoryError without room for the buffer, and torch's RuntimeError without room for the rotary tables.
-    """
+    """Return the steps of a job that has nothing to load; its buffer is made at once."""
     no_loads = PendingLoads.of_nothing(stack.layout.layers)
     speed = ComputeSpeed(stack.keys_per_row)
     return OverlappedPrefill(stack, job, no_loads, speed).steps()

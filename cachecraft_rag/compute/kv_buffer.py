@@ -36,9 +36,6 @@ class KVBuffer:
         stack: the model's layers.
         capacity: number of positions to make room for.
 
-    The constructor raises MemoryError without room for the keys and values, and torch's RuntimeError without room for
-    the rotary tables.
-
     Attributes:
         kv: `[layers, 2, capacity, kv_heads, head_dim]`, rotated keys, then values, of this rank's heads.
         rotary: cos and sin of all positions, for each kind of layer.
@@ -53,19 +50,7 @@ class KVBuffer:
         self.rotary = RotaryTables.of(stack, torch.arange(capacity, device=stack.device))
 
     def place(self, layer: int, chunk: Tensor, start: int) -> None:
-        """Write one layer of a chunk-cache at its new position: rotate the raw keys, and copy the values.
-
-        Args:
-            layer: index of the layer.
-            chunk: `[2, tokens, all kv_heads, head_dim]`, raw keys, then values, on any device.
-            start: position of the first token; `start + tokens` is at most the capacity.
-
-        The chunk itself stays as it is. Only this rank's heads of it are written.
-
-        Raises IndexError for an unknown layer, and ValueError if the chunk reaches beyond the capacity. Other shapes
-        that do not fit raise ValueError with Triton and torch's RuntimeError with torch; the compiled kernels do not
-        check them. Raises torch's RuntimeError without memory for a copy on this device.
-        """
+        """Rotate keys and copy values of a layer `[2, tokens, all kv_heads, head_dim]` to `start` on."""
         own_heads = self._on_device(self._ranks.own_heads(chunk))
         cos, sin = self.rotary.of_layer(layer)
         place(self.kv[layer], own_heads, start, cos=cos, sin=sin)
@@ -73,15 +58,9 @@ class KVBuffer:
     def place_resident(self, layer: int, resident: ResidentKV) -> None:
         """Write one layer of a chunk-cache in memory at its place. Call it for each layer, beginning with the first.
 
-        On a CPU each call places one layer. With Triton, a chunk-cache on the buffer's own device that holds this
-        rank's heads only is placed in all layers at the call for layer 0, because launching a kernel for each layer
-        would take longer than placing them. Any other chunk-cache is copied to a GPU in groups of four layers
-        (`LAYERS_PER_COPY`): each group is placed at the call for its first layer, and the copy of the next group begins
-        then. The calls for the other layers do nothing in these two cases.
-
-        Raises ValueError if the chunk reaches beyond the capacity, and on a CPU IndexError for an unknown layer. Other
-        shapes that do not fit raise ValueError with Triton and torch's RuntimeError with torch; the compiled kernels do
-        not check them. Raises torch's RuntimeError without memory for a copy on this device.
+        With Triton, a chunk-cache on the buffer's own device is placed in all layers at the call for layer 0: launching
+        a kernel for each layer would take longer. Any other is copied to a GPU in groups of `LAYERS_PER_COPY` layers,
+        one group ahead.
         """
         if self._is_on_this_gpu(resident.kv):
             if layer == 0:

@@ -45,7 +45,7 @@ from cachecraft_rag.store.loading.pending import PendingLoads
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Continue when `ready()` is true or after `timeout_s`; send back True if it is ready.
+    """Continue as `Until` does, with the chunk-caches that are being loaded.
 
     loads      chunk-caches that are being loaded
     ready      condition to wait for
@@ -71,10 +71,7 @@ Steps = Generator[Step, bool, PrefillResult]
 
 
 def passes_measure(device: torch.device) -> bool:
-    """Return True if passes measure the attention of captures themselves: on a CUDA device, in its attention kernel.
-
-    False for other devices: captures keep their queries there and are described later.
-    """
+    """Return True on a CUDA device: its attention kernel measures; elsewhere captures keep their queries."""
     return device.type == "cuda"
 
 
@@ -87,8 +84,6 @@ class OverlappedPrefill:
         loads: chunk-caches that are being loaded; the readers are running.
         speed: computing speed; updated with the passes measured here.
         timer: called with each part.
-
-    The constructor makes the buffer for keys and values. It raises MemoryError or torch's RuntimeError without memory.
     """
 
     def __init__(
@@ -109,8 +104,8 @@ class OverlappedPrefill:
         self._strategy = STRATEGIES[job.loading]
 
         self._layers = stack.layout.layers
-        self._ids = torch.tensor(list(job.token_ids), device=stack.device)
-        self._buffer = KVBuffer(stack, max(job.capacity, len(job.token_ids)))
+        self._ids = np.asarray(job.token_ids, dtype=np.int64)  # [tokens]
+        self._buffer = KVBuffer(stack, max(job.capacity, len(self._ids)))
         bounds = job.rows.bounds
         spans = [(segment, bounds[segment], bounds[segment + 1]) for segment in job.captures]
         self._recorder = CaptureRecorder(
@@ -132,18 +127,11 @@ class OverlappedPrefill:
 
     @torch.inference_mode()
     def steps(self) -> Steps:
-        """Prefill up to the last token's hidden state, as steps for a driver (see `driver.run`).
+        """Prefill up to the last token's hidden state, as steps for a driver (see `driver.run`). Call it once.
 
         Yields a `Wait` wherever it would wait and a `Forward` for each layer. Before each pass it yields a `Wait` that
-        is not `in_pass`: the steps up to the next such `Wait` require the driver's lock. The generator returns the
-        result. It takes tokens from the loads to compute them, places loaded chunk-caches, and records the passes in
-        the computing speed. Call this method once for each object.
-
-        Raises, while the generator runs, what the model or a kernel raises, such as IndexError for a token id that the
-        model does not have (on a GPU torch reports it later, as a RuntimeError), and MemoryError or torch's
-        RuntimeError without memory. Also raises what `ProbeRequest.choose` raises; with several ranks
-        AnotherRankFailedError if another rank has given up, and RanksApartError if one does not answer in time.
-        Chunk-caches that fail to load raise nothing: their tokens are computed.
+        is not `in_pass`: the steps up to the next such `Wait` require the driver's lock. Tokens of chunk-caches that
+        fail to load are computed.
         """
         first_look = self._strategy.first_look(self._split())
         if first_look.enough != "nothing":
@@ -195,11 +183,7 @@ class OverlappedPrefill:
         return Wait(loads, ready[enough], condition.timeout_s)
 
     def _split(self, rows: float | None = None) -> LoadSplit:
-        """Return the state of computing and loading.
-
-        Args:
-            rows: cost of the rows that are computed in any case; None = of all open rows.
-        """
+        """Return the state of computing and loading; `rows` is the cost of rows computed in any case."""
         loads = self._loads
         speed = self._speed
         own_positions = self._rows.open()
@@ -227,9 +211,7 @@ class OverlappedPrefill:
     def _take_over(self, layer: int, late: Sequence[int]) -> list[int]:
         """Take late positions that are computed from the first layer on faster than they are loaded.
 
-        Args:
-            layer: the layer that the pass has reached.
-            late: positions that will be computed in any case.
+        `layer` is the one that the pass has reached; `late` positions will be computed in any case.
         """
         if not self._speed.known:
             return []
@@ -311,11 +293,7 @@ class OverlappedPrefill:
         )
 
     def _probe(self, request: ProbeRequest) -> Generator[Step, bool, tuple[Plan, int]]:
-        """Probe the prompt and select the recomputed tokens again.
-
-        Returns:
-            The new plan, and the number of first layers in which all chunk-caches are placed.
-        """
+        """Probe and select again; return the new plan, and in how many first layers all chunk-caches are placed."""
         probe = QuestionProbe(
             self._rows,
             request.question,
@@ -355,11 +333,12 @@ class OverlappedPrefill:
         )
 
         not_done = np.flatnonzero((rows.reason == RowReason.RECOMPUTED) & ~rows.done)
-        selected = [
-            rows.bounds[segment] + offset
-            for segment in self._job.reused
-            for offset in plan.segments[segment].recompute
-        ]
+        selected = np.concatenate(
+            [
+                rows.bounds[segment] + plan.segments[segment].recompute
+                for segment in self._job.reused
+            ]
+        )
         without_old_selection = rows.mark(not_done, RowReason.STORED)
         self._rows = without_old_selection.mark(selected, RowReason.RECOMPUTED)
         return plan
@@ -368,9 +347,6 @@ class OverlappedPrefill:
         """Drop captures of chunks that should have been loaded, if their context depends on the question.
 
         It is not known before the probe which of them the last pass will compute, and most are stored already.
-
-        Args:
-            captured_before: segments captured by earlier passes; they are kept.
         """
         bounds = self._rows.bounds
         shaped_starts = [
@@ -395,7 +371,7 @@ class OverlappedPrefill:
         absent: NDArray[np.int64] | None = None,
         timer: Timer | None = None,
     ) -> RowPass:
-        ids = self._ids[torch.from_numpy(positions).to(self._ids.device)]
+        ids = torch.from_numpy(self._ids[positions]).to(self._stack.device)
         return RowPass(
             self._stack,
             self._buffer,
@@ -433,15 +409,9 @@ class OverlappedPrefill:
     def _wait_for_layer(
         self, layer: int, row_pass: RowPass, *, take_over: bool
     ) -> Generator[Step, bool, NDArray[np.int64]]:
-        """Wait until `layer` is loaded.
+        """Wait until `layer` is loaded; return ascending positions to compute in this pass instead.
 
-        Args:
-            layer: index of the layer.
-            row_pass: the pass that needs it.
-            take_over: compute late positions if that is faster; the rows of a probe would be computed twice.
-
-        Returns:
-            Ascending positions to compute in this pass, because loading failed or computing them is faster.
+        Their loading failed, or, with `take_over`, computing is faster; a probe's rows would be computed twice.
         """
         loads = self._loads
         late = loads.failed()
@@ -498,11 +468,7 @@ class OverlappedPrefill:
         self._rows = self._rows.mark(positions, RowReason.COMPUTED_INSTEAD)
 
     def _drift(self, edge: int | None) -> DriftCorrection | None:
-        """Return the correction of chunks that end before `edge`; each chunk is corrected in the pass that ends it.
-
-        Args:
-            edge: position after the rows of this pass; None = the prompt's end.
-        """
+        """Return the correction of chunks that end before `edge`; each chunk is corrected in the pass that ends it."""
         rows = self._rows
         ended = [
             segment

@@ -19,7 +19,14 @@ from cachecraft_rag.compute.kv_buffer import ResidentKV
 from cachecraft_rag.compute.rows import RowReason, Rows
 from cachecraft_rag.compute.stack import Ranks
 from cachecraft_rag.planning.config import ReuseConfig
-from cachecraft_rag.planning.planner import Plan, make_plan, with_not_loaded, with_selection
+from cachecraft_rag.planning.planner import (
+    Offsets,
+    Plan,
+    make_plan,
+    no_offsets,
+    with_not_loaded,
+    with_selection,
+)
 from cachecraft_rag.planning.reasons import Reason
 from cachecraft_rag.planning.selectors import selector_named
 from cachecraft_rag.store import ChunkCacheStore
@@ -49,28 +56,19 @@ class Resolved:
 
     @property
     def to_load(self) -> list[tuple[StoredVariant, int]]:
-        """Pairs of a chunk-cache that has to be loaded and its first position in the prompt, in prompt order.
-
-        A new list; [] if nothing has to be loaded.
-        """
+        """Pairs of a chunk-cache to load and its first position in the prompt, in prompt order."""
         bounds = self.job.rows.bounds
         return [(variant, bounds[index]) for index, variant in self.stored.items()]
 
     @property
     def unused(self) -> frozenset[int]:
-        """Positions that need not be loaded although their chunk-cache is open, see `PrefillJob.unused`.
-
-        Empty if a probe will choose the recomputed tokens again, because it sees all that is loaded.
-        """
+        """Positions of open chunk-caches that need not be loaded; none before a probe, which sees all of them."""
         if self.job.probe is not None:
             return frozenset()
         return frozenset(self.job.unused(self.job.rows).tolist())
 
     def close(self) -> None:
-        """Close the variants of `stored`, which ends their reads; a second call does no harm.
-
-        Tensors that were loaded, and the resident chunk-caches of `job`, stay usable. Raises nothing.
-        """
+        """Close the variants of `stored`; tensors that were loaded stay usable."""
         for variant in self.stored.values():
             variant.close()
 
@@ -85,31 +83,12 @@ def resolve(
     answer_tokens: int,
     scores: Mapping[str, TokenScores] | None = None,
 ) -> Resolved:
-    """Decide what is reused, open what is read, and make the prefill job.
+    """Decide what is reused, open what is read, and make the prefill job, which the caller closes.
 
-    If a variant cannot be opened, the plan is made again without it, so variants of an earlier plan may be open and
-    not in use: they are closed. Variants of segments that are recomputed in full are not opened. With several ranks,
-    every rank must call this with the same prompt and look-up, and all of them leave out what one could not open.
-    Nothing is loaded or computed here.
-
-    Args:
-        prompt: the segments of the prompt.
-        found: result of the look-up, with the variants of each segment.
-        config: settings of reuse.
-        store: the store to open variants from.
-        ranks: the tensor-parallel ranks that must all open the same variants.
-        answer_tokens: positions to reserve after the prompt.
-        scores: token scores by variant id, if another process has read them; None reads them from `store`.
-
-    Returns:
-        The plan of the variants that could be opened, with its job. The caller closes it.
-
-    Raises StoreError if the store is closed, and ForkError in a fork of the process that opened it. Raises ValueError
-    for a variant that has another number of values in `inter` than ids in its origin prefix, and for a chunk to fix
-    whose id does not begin with eight hexadecimal digits; the store returns neither. With several ranks, raises
-    AnotherRankFailedError if another rank has given up, and RanksApartError if another rank does not answer in time.
-    Variants that cannot be opened raise nothing: the reason is in the plan, and the store removes those whose bytes are
-    missing or damaged, in the background. If anything is raised, the opened variants are closed.
+    If a variant cannot be opened, the plan is made again without it. Variants of segments that are recomputed in full
+    are not opened. Every rank must call this with the same prompt and look-up, and all of them leave out what one could
+    not open. Nothing is loaded or computed here. `answer_tokens` positions are reserved after the prompt. `scores` are
+    token scores by variant id, if another process has read them.
     """
     opened: dict[str, LoadedVariant | StoredVariant] = {}
     lost: dict[str, str] = {}
@@ -140,6 +119,7 @@ def resolve(
             if not missing:
                 break
 
+            lost_before = len(lost)
             for variant, result in zip(missing, store.open_variants(missing), strict=True):
                 if isinstance(result, Unavailable):
                     lost[variant.variant_id] = result.reason
@@ -150,6 +130,8 @@ def resolve(
 
             for variant_id in ranks.agree(frozenset(lost)) - lost.keys():
                 lost[variant_id] = "another rank could not open it"
+            if len(lost) == lost_before:  # the plan stays as it is
+                break
 
         chosen_variants = {variant_id: opened[variant_id] for variant_id in chosen}
         resolved = _resolved(
@@ -202,7 +184,7 @@ def _resolved(
             captures.append(index)  # also of stored segments: they are computed if loading fails
 
     job = PrefillJob(
-        token_ids=prompt.token_ids,
+        token_ids=prompt.token_array,
         rows=rows_of(plan, bounds),
         resident=resident,
         captures=captures,
@@ -222,22 +204,15 @@ def _resolved(
 def rows_of(plan: Plan, bounds: Sequence[int]) -> Rows:
     """Return the rows of a prompt; the open ones are the positions that are computed regardless of loading.
 
-    All tokens of segments without a variant are NEW, the tokens to recompute of the other segments are RECOMPUTED, and
-    all other tokens are STORED.
-
-    Args:
-        plan: the plan of a prompt.
-        bounds: `[segments + 1]`, segment bounds of the prompt.
-
-    Raises IndexError for a token to compute beyond the end of `bounds`, as when the plan has more segments.
+    All tokens of segments without a variant are NEW, the tokens to recompute of the others RECOMPUTED, the rest STORED.
     """
-    new: list[int] = []
-    recomputed: list[int] = []
+    new = [no_offsets()]
+    recomputed = [no_offsets()]
     for index, planned in enumerate(plan.segments):
         if planned.variant is None:
-            new.extend(range(bounds[index], bounds[index + 1]))
-        recomputed.extend(bounds[index] + offset for offset in planned.recompute)
-    return Rows.of(bounds, new=new, recomputed=recomputed)
+            new.append(np.arange(bounds[index], bounds[index + 1]))
+        recomputed.append(bounds[index] + planned.recompute)
+    return Rows.of(bounds, new=np.concatenate(new), recomputed=np.concatenate(recomputed))
 
 
 def _shared_until(prompt: Prompt, plan: Plan, config: ReuseConfig) -> int:
@@ -245,11 +220,12 @@ def _shared_until(prompt: Prompt, plan: Plan, config: ReuseConfig) -> int:
     shared_until = 0
     if not config.capture:
         return shared_until
+    bounds = prompt.bounds
     for index, (segment, planned) in enumerate(zip(prompt.segments, plan.segments, strict=True)):
         if segment.private:  # the captures of this segment and all later ones belong to its session
             break
         if planned.variant is None:
-            shared_until = prompt.bounds[index + 1]
+            shared_until = bounds[index + 1]
     return shared_until
 
 
@@ -259,6 +235,7 @@ def _unread(prompt: Prompt, plan: Plan, config: ReuseConfig, *, has_probe: bool)
     A chunk before `_shared_until` stays as it is planned. A later one may still change: a probe chooses its tokens
     again unless it is marked `in_full`, and early termination may leave its deeper layers as they are stored.
     """
+    bounds = prompt.bounds
     shared_until = _shared_until(prompt, plan, config)
     unread: list[int] = []
     for index, planned in enumerate(plan.segments):
@@ -266,7 +243,7 @@ def _unread(prompt: Prompt, plan: Plan, config: ReuseConfig, *, has_probe: bool)
             continue
         may_be_chosen_again = has_probe and not planned.in_full
         may_change = may_be_chosen_again or config.method.early_termination != "off"
-        if prompt.bounds[index] < shared_until or not may_change:
+        if bounds[index] < shared_until or not may_change:
             unread.append(index)
     return frozenset(unread)
 
@@ -274,7 +251,7 @@ def _unread(prompt: Prompt, plan: Plan, config: ReuseConfig, *, has_probe: bool)
 def _early_termination(prompt: Prompt, plan: Plan, config: ReuseConfig) -> EarlyTermination | None:
     """Return the settings of Algorithm 1 for the last pass; None if it is off or no token is recomputed."""
     if config.method.early_termination != "published" or not any(
-        planned.recompute for planned in plan.segments
+        len(planned.recompute) for planned in plan.segments
     ):
         return None
     return EarlyTermination(config.method.early_termination_window, _question_text(prompt))
@@ -285,8 +262,8 @@ def _probe(
 ) -> ProbeRequest | None:
     """Return the request for a probe; None if the selector does not probe or a probe would not pay off.
 
-    It would not where there is nothing to choose. The question must not shape the chunks before `_shared_until`, which
-    all users are served; and of the others, none, or every token may be recomputed in any case.
+    The question must not shape the chunks before `_shared_until`, which all users are served; and of the others, none,
+    or every token may be recomputed in any case.
     """
     if not selector_named(config.method.selector).probes:
         return None
@@ -322,8 +299,8 @@ def _plan_with_probe(
     focus: Mapping[int, float],
 ) -> Plan:
     """Return the plan with tokens selected by the probe's scores, keeping those that are recomputed already."""
-    recomputed: dict[int, frozenset[int]] = {}
-    excluded: dict[int, frozenset[int]] = {}
+    recomputed: dict[int, Offsets] = {}
+    excluded: dict[int, Offsets] = {}
     for index, planned in enumerate(plan.segments):
         if not planned.to_fix:
             continue
@@ -331,13 +308,11 @@ def _plan_with_probe(
         selected = rows.offsets(index, RowReason.RECOMPUTED)
         if index in probed:
             is_done = rows.done[span][selected]
-            recomputed[index] = frozenset(selected[is_done].tolist())
-            excluded[index] = frozenset(
-                rows.offsets(index, RowReason.NEW, RowReason.COMPUTED_INSTEAD).tolist()
-            )
+            recomputed[index] = selected[is_done]
+            excluded[index] = rows.offsets(index, RowReason.NEW, RowReason.COMPUTED_INSTEAD)
         else:  # without new scores, the segment keeps its selection
-            recomputed[index] = frozenset(selected.tolist())
-            excluded[index] = frozenset(range(span.stop - span.start)) - recomputed[index]
+            recomputed[index] = selected
+            excluded[index] = np.delete(np.arange(span.stop - span.start), selected)
     return with_selection(
         plan,
         scores,
@@ -352,14 +327,12 @@ def _plan_with_probe(
 def executed_plan(resolved: Resolved, loads: PendingLoads, result: PrefillResult) -> Plan:
     """Return the plan as it was executed, with the tokens that were computed instead of loaded, and why.
 
-    It is a new plan, based on the one after the probe if a probe ran. Segments of which nothing was computed instead of
-    loaded stay as they are (`planner.with_not_loaded`). Each segment has one reason. If a part of it failed to load,
-    that is the reason of all its tokens, also of those that were computed because that was expected to be faster.
-    COMPUTED_LATE replaces both for reused segments that are in `result.late`.
+    If a part of a segment failed to load, that is the reason of all its tokens. COMPUTED_LATE replaces it for reused
+    segments that are in `result.late`.
 
     Also drops captures from the recorder of `result`: those of segments that did not fail to load and need no fixing,
     because they are stored already, and those of reused segments that were computed late, because their tokens attended
-    to stored ones. Raises KeyError if `loads` are not those of `resolved`.
+    to stored ones.
     """
     plan = result.plan or resolved.plan
     segments = list(plan.segments)
@@ -378,6 +351,6 @@ def executed_plan(resolved: Resolved, loads: PendingLoads, result: PrefillResult
             detail = f"{reason.sentence}: {detail}" if detail else ""
             # its tokens attended to stored tokens of the same segment
             result.recorder.forget(index)
-        computed = result.rows.offsets(index, RowReason.COMPUTED_INSTEAD).tolist()
+        computed = result.rows.offsets(index, RowReason.COMPUTED_INSTEAD)
         segments[index] = with_not_loaded(segments[index], computed, reason, detail)
     return Plan(tuple(segments))

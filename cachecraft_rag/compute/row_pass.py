@@ -40,17 +40,10 @@ class Observer(Protocol):
     def observe(
         self, layer: int, q: Tensor, k: Tensor, visible: Visibility, settings: AttentionSettings
     ) -> None:
-        """Observe one layer.
+        """Observe one layer, once, after the rows' keys were written and before the rows attend.
 
-        Args:
-            layer: index of the layer.
-            q: `[watched rows, heads, head_dim]`, rotated queries.
-            k: `[keys, kv_heads, head_dim]`, rotated keys; uninitialised at positions that no row sees.
-            visible: positions of the watched rows, and the keys that they see.
-            settings: attention settings of the layer.
-
-        Called once for each layer, after the rows' keys were written and before the rows attend. What it raises ends
-        the pass, such as torch's RuntimeError without memory.
+        `q` are the watched rows' rotated queries `[watched rows, heads, head_dim]`, `k` the rotated keys `[keys,
+        kv_heads, head_dim]`, uninitialised at positions that no row sees. An exception ends the pass.
         """
 
 
@@ -59,12 +52,9 @@ class RowPass:
 
     Attributes:
         layer: index of the next layer to run.
-        positions: int64 `[rows]`, positions of the rows, ascending.
-        where: the same on the device.
+        where: `positions` on the device.
         hidden: `[streams, rows, hidden]`, input of the next layer.
-        recorder: see `__init__`.
-        absent: see `__init__`.
-        timer: see `__init__`.
+        positions, recorder, absent, timer: see `__init__`.
     """
 
     def __init__(
@@ -94,9 +84,6 @@ class RowPass:
             drift: drift correction of the tokens that are not computed.
             absent: int64, positions without keys and values, hidden from every row.
             timer: called with each part.
-
-        Raises IndexError for a token id that the model does not have and for a position beyond the buffer, on a CPU; on
-        a GPU torch reports both later, as a RuntimeError. Raises MemoryError or torch's RuntimeError without memory.
         """
         self._device = stack.device
         self._paths = stack.attention_paths
@@ -144,40 +131,25 @@ class RowPass:
             self._drift.locate(self.positions, self._rows)
 
     def update(self, rows: Rows) -> None:
-        """Replace the rows of the prompt, after stored keys and values of a running row failed to load.
-
-        The pass computes the same positions as before. From the next layer on, drift correction learns from those only
-        that are still RECOMPUTED in `rows`; without a drift correction nothing changes.
-        """
+        """Replace the rows after a load failed: drift correction then learns from RECOMPUTED ones only."""
         self._rows = rows
         self._locate_drift()
 
     def layer_launched(self, hidden: Tensor) -> None:
-        """Take the output of the layer that was just launched, `[streams, rows, hidden]`, as input of the next layer.
-
-        It becomes `hidden`, and `layer` grows by 1. On a GPU, blocks while too many layers are not computed yet, and
-        raises torch's RuntimeError if a kernel has failed.
-        """
+        """Take a layer's output as the next one's input; on a GPU, block while too many layers are not computed."""
         self.hidden = hidden
         self.layer += 1
         self._in_flight.add()
 
     def wait(self) -> None:
-        """Block until every launched layer is computed; on a CPU it is already.
-
-        Raises torch's RuntimeError if a kernel on the GPU has failed.
-        """
+        """Block until every launched layer is computed; on a CPU it is already."""
         self._in_flight.wait()
 
     def join(self, other: RowPass) -> None:
-        """Add the rows of another pass of the same prompt, in the order of positions.
+        """Add the rows of another pass of the same prompt, in the order of positions; it must not run any more.
 
-        Replaces `positions`, `where` and `hidden`. The recorder, observer, drift correction and absent positions of
-        this pass stay in use, and those of `other` are dropped; `other` must not run any more. Chunks that are whole
-        only now are captured from the next layer on, which leaves them incomplete unless earlier layers were recorded.
-
-        Raises AssertionError unless both have reached the same layer, and MemoryError or torch's RuntimeError without
-        memory, such as for new captures.
+        This pass's recorder, observer, drift correction and absent positions stay in use. Chunks that are whole only
+        now are captured from the next layer on, which leaves them incomplete unless earlier layers were recorded.
         """
         assert other.layer == self.layer, "only passes at the same layer can join"
         positions = np.concatenate((self.positions, other.positions))
@@ -186,11 +158,7 @@ class RowPass:
         self.hidden = torch.cat((self.hidden, other.hidden), dim=1)[:, self._on_device(order)]
 
     def keep(self, chosen: NDArray[np.bool_]) -> None:
-        """Keep only the rows for which `chosen`, bool `[rows]`, is True; the others end before the next layer.
-
-        Replaces `positions`, `where` and `hidden`. A chunk that loses a row is not recorded any further. Raises torch's
-        RuntimeError without memory.
-        """
+        """Keep only the rows for which `chosen`, bool `[rows]`, is True. A chunk that loses a row is not recorded."""
         kept = np.flatnonzero(chosen)
         self._set_rows(self.positions[kept])
         self.hidden = self.hidden[:, self._on_device(kept)]
@@ -202,11 +170,7 @@ class RowPass:
 
         First corrects drift in the buffer, writes the rows' rotated keys and their values to it, records captures and
         calls the observer. If the layer ran before, correction and observer are left out, and the rest is done again.
-
-        Returns `[rows, heads, head_dim]`. With a drift correction or an observer, raises RuntimeError if an earlier
-        call for this layer failed before these were done: neither can be done twice. Raises IndexError for a layer that
-        does not exist. Also raises what a kernel or the observer raises, such as ValueError for shapes that do not fit,
-        and MemoryError or torch's RuntimeError without memory.
+        RuntimeError if an earlier call for this layer failed before these were done: neither can be done twice.
         """
         merged = self._buffer.kv[layer]  # [2, positions, kv_heads, head_dim]
         visible, visible_to_watched = self._visibility(settings.window)
@@ -270,19 +234,14 @@ class RowPass:
 
     @property
     def plain(self) -> bool:
-        """True if its rows only write their keys and values and attend to earlier positions.
-
-        False with a drift correction, an observer, a recorder, absent positions or a timer other than `untimed`.
-        """
+        """True if its rows only write their keys and values and attend to earlier positions."""
         extras = (self._drift, self._observer, self.recorder, self.absent)
         return self.timer is untimed and all(extra is None for extra in extras)
 
     def addresses(self, layer: int) -> list[LayerRow]:
         """Return each row's position and memory addresses in one layer, in the order of `positions`.
 
-        The addresses of keys and values are those of position 0 in the request's buffer, the same for all rows. All
-        addresses are valid until the rows of this pass change or the pass is dropped. The list is empty without rows.
-        Raises IndexError for a layer that does not exist.
+        Those of keys and values are of position 0 in the buffer. They are valid until the rows of this pass change.
         """
         kv = self._buffer.kv
         item_bytes = kv.element_size()
@@ -330,11 +289,7 @@ class _JointPass:
 
 
 def plain_rows(layer_pass: LayerPass, layer: int) -> list[LayerRow]:
-    """Return the rows of a pass, or of several joint passes, if all of these passes are `plain`; else an empty list.
-
-    They are the results of `RowPass.addresses` for this layer, in the order of the passes. The list is also empty for a
-    `layer_pass` of another class, and without rows. Raises IndexError for a layer that does not exist.
-    """
+    """Return `RowPass.addresses` of a pass, or of joint passes in order, if all are `plain`; else []."""
     passes = [layer_pass] if isinstance(layer_pass, RowPass) else getattr(layer_pass, "passes", [])
     if not all(row_pass.plain for row_pass in passes):
         return []
@@ -345,13 +300,9 @@ def plain_rows(layer_pass: LayerPass, layer: int) -> list[LayerRow]:
 def advance(stack: Stack, passes: Sequence[RowPass]) -> None:
     """Run the next layer as one forward of all passes, which must have reached the same layer.
 
-    The passes may belong to different requests. Their rows' keys and values are written to the requests' buffers, and
-    each pass gets its output as `hidden` and reaches the next layer. On a GPU, blocks while too many layers of a pass
-    are not computed yet.
-
-    Raises IndexError without passes or after the last layer. Raises RuntimeError if the layer failed before and cannot
-    be repeated (`RowPass.attend`). Also raises what the model or a kernel raises, such as MemoryError or torch's
-    RuntimeError without memory. If the layer raises, all passes stay at this layer.
+    The passes may belong to different requests. If the layer raises, all passes stay at this layer; RuntimeError if it
+    failed before and cannot be repeated (`RowPass.attend`). On a GPU, blocks while too many layers of a pass are not
+    computed yet.
     """
     layer = passes[0].layer
     if len(passes) == 1:

@@ -50,17 +50,7 @@ class Rows:
         new: Iterable[int] = (),
         recomputed: Iterable[int] = (),
     ) -> Self:
-        """Return the rows of a prompt with these segments. Positions neither new nor recomputed are stored.
-
-        A position that is both new and recomputed counts as new. No position is done.
-
-        Args:
-            bounds: `[segments + 1]`, ascending from 0; segment i covers the positions `bounds[i]:bounds[i + 1]`.
-            new: positions that no chunk-cache contains.
-            recomputed: positions that are recomputed although a chunk-cache contains them.
-
-        Raises IndexError for a position beyond the prompt and for empty `bounds`, and ValueError for `bounds` that
-        descend.
+        """Return the rows of a prompt with these segment bounds; positions neither new nor recomputed are stored.
 
         >>> rows = Rows.of([0, 2, 5], new=[3, 4], recomputed=[0])
         >>> rows.open().tolist(), rows.segment.tolist()
@@ -68,13 +58,13 @@ class Rows:
         """
         tokens = bounds[-1]
         segment = np.repeat(np.arange(len(bounds) - 1), np.diff(bounds))
-        empty = cls(tuple(bounds), segment, np.zeros(tokens, np.uint8), np.zeros(tokens, bool))
-        return empty.mark(recomputed, RowReason.RECOMPUTED).mark(new, RowReason.NEW)
+        reason = np.zeros(tokens, np.uint8)
+        reason[_indices(recomputed)] = RowReason.RECOMPUTED
+        reason[_indices(new)] = RowReason.NEW
+        return cls(tuple(bounds), segment, reason, np.zeros(tokens, bool))
 
     def mark(self, positions: Iterable[int], reason: RowReason) -> Self:
         """Return a copy with this reason at these positions; all other positions keep their reasons.
-
-        `done` stays as it is, also at these positions. Raises IndexError for a position beyond the prompt.
 
         >>> Rows.of([0, 3]).mark([1], RowReason.COMPUTED_INSTEAD).reason.tolist()
         [0, 3, 0]
@@ -84,37 +74,32 @@ class Rows:
         return replace(self, reason=changed)
 
     def finish(self, positions: Iterable[int]) -> Self:
-        """Return a copy in which these positions are done, besides those that are done already.
-
-        Their reasons stay. Raises IndexError for a position beyond the prompt.
-        """
+        """Return a copy in which these positions are done, besides those that are done already."""
         done = self.done.copy()
         done[_indices(positions)] = True
         return replace(self, done=done)
 
     def open(self, below: int | None = None) -> NDArray[np.int64]:
-        """Return the positions that are still to be computed, int64 `[rows]`, ascending.
-
-        These are the positions whose reason is not STORED and that are not done. With `below` only those before this
-        position. The array is empty if there are no such positions.
-        """
+        """Return the positions still to be computed, int64 `[rows]`, ascending: not STORED and not done."""
         is_row = self.reason[:below] != RowReason.STORED
         return np.flatnonzero(is_row & ~self.done[:below])
 
     def span(self, segment: int) -> slice:
-        """Return the positions of a segment as a slice. Raises IndexError for a segment beyond the last one."""
+        """Return the positions of a segment as a slice."""
         return slice(self.bounds[segment], self.bounds[segment + 1])
 
     def offsets(self, segment: int, *reasons: RowReason) -> NDArray[np.int64]:
-        """Return the offsets of a segment's tokens that have one of these reasons, whether they are done or not.
-
-        They are int64 `[offsets]`, ascending, and count from the segment's first token. The array is empty if no token
-        has one of the reasons, and without reasons. Raises IndexError for a segment beyond the last one.
-        """
-        return np.flatnonzero(np.isin(self.reason[self.span(segment)], reasons))
+        """Return the offsets in a segment of tokens with one of these reasons, int64, ascending."""
+        reason = self.reason[self.span(segment)]
+        is_one_of = np.zeros(len(reason), bool)
+        for wanted in reasons:
+            is_one_of |= reason == wanted
+        return np.flatnonzero(is_one_of)
 
 
 def _indices(positions: Iterable[int]) -> NDArray[np.int64]:
     if isinstance(positions, np.ndarray):
         return positions
+    if isinstance(positions, range):
+        return np.arange(positions.start, positions.stop, positions.step)
     return np.fromiter(positions, np.int64)

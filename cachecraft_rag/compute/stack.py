@@ -49,20 +49,9 @@ class LayerPass(Protocol):
     ) -> Tensor:
         """Attend in one layer, from the rows of the pass to everything before them.
 
-        A prefill or decode step also writes the rows' rotated keys and their values to the request's buffer here.
-
-        Args:
-            layer: index of the layer.
-            q: raw queries (before rotary embedding) `[rows, heads, head_dim]`.
-            k, v: raw keys and values of the same rows `[rows, kv_heads, head_dim]`.
-            settings: attention settings of the layer.
-
-        Returns:
-            The attention's output `[rows, heads, head_dim]`, before the layer's output projection.
-
-        Raises what a kernel raises, such as ValueError for shapes that do not fit together, and MemoryError or torch's
-        RuntimeError without memory. Raises RuntimeError for a layer that has failed and cannot be repeated, see
-        `row_pass.RowPass.attend`.
+        A prefill or decode step also writes the rows' rotated keys and their values to the request's buffer here. `q`
+        `[rows, heads, head_dim]`, `k` and `v` `[rows, kv_heads, head_dim]` are not rotated. Returns `[rows, heads,
+        head_dim]`, before the output projection. For a layer that failed before see `row_pass.RowPass.attend`.
         """
 
 
@@ -75,29 +64,16 @@ class Ranks(Protocol):
     """
 
     def own_heads(self, kv: Tensor) -> Tensor:
-        """Return this rank's share of `kv` `[2, tokens, all kv_heads, head_dim]`: `[2, tokens, kv_heads, head_dim]`.
-
-        It is a view, or `kv` itself for a single rank. Asks no other rank.
-        """
+        """Return this rank's share of `kv` `[2, tokens, all kv_heads, head_dim]`, a view. Asks no other rank."""
 
     def mean(self, seen: Tensor) -> Tensor:
-        """Return a statistic of this rank's heads, of any shape, averaged over the ranks; the shape stays.
-
-        `seen` is not changed, and may be returned itself. Raises AnotherRankFailedError or RanksApartError, see
-        `Ranks`.
-        """
+        """Return a statistic of this rank's heads, of any shape, averaged over the ranks. May return `seen` itself."""
 
     def agree(self, lost: frozenset[T]) -> frozenset[T]:
-        """Return the union of the sets of all ranks, such as of what each could not load; the same on every rank.
-
-        Raises AnotherRankFailedError or RanksApartError, see `Ranks`.
-        """
+        """Return the union of the sets of all ranks, such as of what each could not load; the same on every rank."""
 
     def lead(self, decision: T) -> T:
-        """Return the first rank's decision on every rank, because decisions by time would differ from rank to rank.
-
-        Raises AnotherRankFailedError or RanksApartError, see `Ranks`.
-        """
+        """Return the first rank's decision on every rank, because decisions by time would differ from rank to rank."""
 
 
 class Alone:
@@ -148,40 +124,25 @@ class Stack(Protocol):
         """The ranks that run this model; `Alone` for a single one."""
 
     def embed(self, ids: Tensor) -> Tensor:
-        """Return the first layer's input `[streams, rows, hidden]` for token ids, int64 `[rows]` on the device.
-
-        Raises IndexError for an id that the model does not have, on a CPU; on a GPU torch reports it later, as a
-        RuntimeError.
-        """
+        """Return the first layer's input `[streams, rows, hidden]` for token ids, int64 `[rows]` on the device."""
 
     @property
     def rotary_kinds(self) -> Sequence[int]:
         """For each layer, the number of its rotary table: layers with equal numbers rotate alike."""
 
     def rope(self, positions: Tensor, kind: int = 0) -> tuple[Tensor, Tensor]:
-        """Return cos and sin of one rotary table at these positions, int64 `[rows]`; each is `[rows, rotary_dim]`.
+        """Return cos and sin of one of `rotary_kinds` at int64 `[rows]`, each `[rows, rotary_dim]`.
 
-        They are in the stack's dtype, on its device. `kind` is one of `rotary_kinds`. The table of layers that do not
-        rotate has a rotary_dim of 0. Raises IndexError for a table that the model does not have, and torch's
-        RuntimeError without memory.
+        They are in the stack's dtype, on its device. The table of layers that do not rotate has a rotary_dim of 0.
         """
 
     def layer(
         self, index: int, hidden: Tensor, *, positions: Tensor, layer_pass: LayerPass
     ) -> Tensor:
-        """Run one layer over `hidden` `[streams, rows, hidden]` and return its output, of the same shape.
+        """Run one layer over `hidden` `[streams, rows, hidden]`, which may be overwritten, and return its output.
 
         The layer's attention calls `layer_pass.attend`, or writes and attends to the rows of a pass itself if all of
-        them are `plain` (`row_pass.plain_rows`).
-
-        Args:
-            index: index of the layer.
-            hidden: input of the layer, which may overwrite it.
-            positions: int64 `[rows]`, positions of the rows in their prompts.
-            layer_pass: the pass, or several joint passes, whose rows these are.
-
-        Raises IndexError for a layer that does not exist, what the model raises, such as MemoryError or torch's
-        RuntimeError without memory, and what `layer_pass.attend` raises.
+        them are `plain` (`row_pass.plain_rows`). `positions` are int64 `[rows]`.
         """
 
 
@@ -198,29 +159,22 @@ class RotaryTables:
 
     @classmethod
     def of(cls, stack: Stack, positions: Tensor) -> RotaryTables:
-        """Return the tables of a stack at these positions, int64 `[positions]` on its device.
-
-        There is one for each number in `Stack.rotary_kinds`. Raises torch's RuntimeError without memory.
-        """
+        """Return the tables of a stack at these positions, int64 `[positions]` on its device."""
         kinds = stack.rotary_kinds
         return cls(kinds, [stack.rope(positions, kind) for kind in range(max(kinds) + 1)])
 
     def of_layer(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Return cos and sin of one layer, each `[positions, rotary_dim]`. Raises IndexError for an unknown layer."""
+        """Return cos and sin of one layer, each `[positions, rotary_dim]`."""
         return self.tables[self.kinds[layer]]
 
     def rows(self, positions: Tensor) -> RotaryTables:
-        """Return a copy of the tables' rows at these indices, int64 `[rows]`: each table is then `[rows, rotary_dim]`.
-
-        The indices count the positions of these tables. Raises IndexError for an index beyond the tables, on a CPU; on
-        a GPU torch reports it later, as a RuntimeError.
-        """
+        """Return a copy of the tables' rows at these indices, int64 `[rows]`."""
         return RotaryTables(
             self.kinds, [(cos[positions], sin[positions]) for cos, sin in self.tables]
         )
 
     def layers(self, kind: int) -> list[int]:
-        """Return the indices of the layers of one kind, ascending; [] if there are none.
+        """Return the indices of the layers of one kind, ascending.
 
         >>> RotaryTables([0, 1, 0], []).layers(0)
         [0, 2]
@@ -231,9 +185,7 @@ class RotaryTables:
 def keys_per_row_of(config: PretrainedConfig) -> float:
     """Return the number of keys that cost as much to attend to as the rest of a row, estimated from a model's config.
 
-    It is `Stack.keys_per_row`. Of a mixture of experts, only the experts that one token uses are counted. If the layers
-    differ, the last one counts. Raises AttributeError for a config without hidden_size, without num_attention_heads, or
-    with neither intermediate_size nor moe_intermediate_size.
+    Of a mixture of experts, only the experts that one token uses count; of layers that differ, the last one.
     """
     # Gemma 4: its layers differ
     last_layer = [config, *(getattr(config, "per_layer_config", None) or ())][-1]

@@ -67,10 +67,7 @@ class PartTimer:
 
     @property
     def total(self) -> float:
-        """Sum of all parts, in seconds; 0.0 before any part has begun.
-
-        The time since the last begin or end of a part is not counted yet, and time outside of all parts never is.
-        """
+        """Sum of all parts, in seconds, up to the last begin or end of a part."""
         return sum(self.seconds.values())
 
     def _count_until_now(self) -> None:

@@ -37,9 +37,8 @@ _QUESTION = 18
 def warm_up(stack: Stack) -> None:
     """Compile the kernels of a stack on a GPU; does nothing on a CPU, and where Triton does not run.
 
-    Every tensor-parallel rank has to call it. It computes passes over prompts of zeros, drops their results, and logs
-    the seconds that it took. Any exception of these passes is logged with its traceback and not raised: then kernels
-    that are missing are compiled by the first request that uses them.
+    Every tensor-parallel rank has to call it. An exception is logged: kernels that are missing then are compiled by the
+    first request that uses them.
     """
     device = stack.device
     if device.type != "cuda" or not uses_triton(torch.empty(0, dtype=stack.dtype, device=device)):
@@ -56,9 +55,7 @@ def warm_up(stack: Stack) -> None:
 def launch_all(stack: Stack) -> None:
     """Launch each kernel that requests with default settings use, in passes over prompts of up to 1,025 tokens.
 
-    Does not wait for the GPU's last work, and drops all results. On a CPU the same passes are computed without Triton.
-    Raises what Triton, torch or the model raises, such as MemoryError or torch's RuntimeError without memory; `warm_up`
-    logs that instead.
+    Does not wait for the GPU's last work. On a CPU the same passes are computed without Triton.
     """
     for keys in _KEYS:
         for segments in _SEGMENTS:

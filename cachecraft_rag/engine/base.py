@@ -71,23 +71,7 @@ class Capturer(Protocol):
     """Captures segments of prompts by their tokens, in this process or in vLLM."""
 
     def capture(self, prompt: Prompt, captures: Sequence[int], *, primed: bool) -> None:
-        """Compute the prompt and store its segments `captures`; return None once they are stored or dropped.
-
-        A capture that the store does not take, for instance because the disk is full or the store is closed, is logged
-        and counted (`ChunkCacheStore.stats`), and raises nothing.
-
-        Args:
-            prompt: system segment and chunks, without a question.
-            captures: indices of segments, ascending; at least one.
-            primed: True if this is priming, and the chunks are captured after their neighbours in the document.
-
-        Raises:
-            IndexError: `captures` is empty; in this process also if it is not ascending, or goes beyond the prompt.
-            UnsupportedModelError: in this process, a layer of the model does something that its survey did not show.
-            RuntimeError: torch has no memory for the pass, or the model fails; over vLLM, the engine is closed.
-            MemoryError: there is no memory for the keys and values.
-            CancelledError: over vLLM, the engine was closed meanwhile; also vLLM's own exceptions.
-        """
+        """Same as `AnswerEngine.capture`."""
 
 
 class AnswerEngine(ABC):
@@ -135,9 +119,7 @@ class AnswerEngine(ABC):
     def close(self) -> None:
         """Finish the work under way and release all resources; a second call does nothing.
 
-        Does nothing in a fork of the process. Captures that cannot be stored are logged and dropped. Raises
-        TimeoutError if the engine started vLLM and vLLM has not ended after 30 seconds, and vLLM's own exceptions; the
-        other engines (in this process, over HTTP, and within vLLM's server) raise nothing.
+        Does nothing in a fork of the process. Captures that cannot be stored are logged and dropped.
         """
 
     def __enter__(self) -> Self:
@@ -162,9 +144,8 @@ class AnswerEngine(ABC):
         """Answer a question over ordered chunks (best first).
 
         The prompt is checked now; the model runs when the first piece is requested. Some errors are therefore raised by
-        `next` of the result, not by this call. An answer whose first piece was requested is counted in `request_counts`
-        and logged (`log_request`) once it has ended, and traced if `is_tracing`. A question that this call refuses with
-        an error of this package counts as refused; it is not logged.
+        `next` of the result, not by this call. An answer is counted in `request_counts` and logged (`log_request`) once
+        it has ended, and traced if `is_tracing`. A question that this call refuses counts as refused.
 
         Args:
             question: the question; not empty, unless the history ends with the result of a tool.
@@ -177,27 +158,7 @@ class AnswerEngine(ABC):
             tools: tools that the model may call, see `prompt.tools`; `prompts_with` gives the form of its calls.
 
         Returns:
-            The answer as an iterator of pieces of text; its `text` and `stats` are complete once it has ended. Closing
-            it early keeps its captures.
-
-        Raises:
-            ContextLengthError: question, history and answer do not fit the model's context; by a piece, if a server
-                finds that.
-            ConfigError: an argument has a wrong type, the question is empty, the history does not alternate, a tool or
-                a `json_schema` cannot be used, the chat template fails at the conversation (also one that a server
-                sent, if it takes too much time or memory), or an HTTP header cannot hold `session`; by a piece, if an
-                answer that keeps to the schema can neither go on nor end, if a server refuses the request, or if vLLM
-                does not support a setting of reuse.
-            UnsupportedCallError: this engine does not support tools, see `capabilities`.
-            BusyError, WaitTimeoutError: by the first piece, if too many requests wait, or this one waited too long.
-            StoreError: the store of this engine is closed; by this call or by the first piece.
-            ServerError: by a piece, if a server makes the answer and fails.
-            ForkError: this process is a fork of the one that made the engine; by this call or by a piece.
-            UnsupportedModelError: by a piece, if a layer of a model in this process does something that its survey did
-                not show.
-            RuntimeError, MemoryError: by a piece, if the model fails, such as torch without memory. Over vLLM,
-                RuntimeError also if the engine is closed, CancelledError if it was closed meanwhile, and vLLM's own
-                exceptions.
+            The answer as an iterator of pieces of text. Closing it early keeps its captures.
         """
         check_kind(
             "sampling",
@@ -220,6 +181,9 @@ class AnswerEngine(ABC):
             self.request_counts.refuse()
             raise
 
+        return self._generation(request)
+
+    def _generation(self, request: Request) -> Generation:
         progress = RequestProgress()
         return Generation(
             request,
@@ -231,49 +195,17 @@ class AnswerEngine(ABC):
         )
 
     def stream_text(self, prompt: str, **options: Unpack[AnswerOptions]) -> Generation:
-        """Answer unmarked text: a prompt that an application wrote as one piece, with its documents inside.
+        """Answer unmarked text: one user's message with its documents inside; otherwise as `stream`.
 
-        In an engine in this process, passages that were captured before are recognised and reused if
-        `ReuseConfig.plain_prompts` is "reuse" and reuse is on. An engine over HTTP leaves that to the server, and one
-        over vLLM does not search the text. The answer is counted and logged as one of `stream`.
-
-        Args:
-            prompt: the user's message, with its documents inside; not empty, unless the history ends with the result of
-                a tool.
-            options: arguments of `stream` by name.
-
-        Returns:
-            The answer as an iterator of pieces of text, as `stream` does.
-
-        Raises:
-            ContextLengthError: prompt, history and answer do not fit the model's context; by a piece, if a server finds
-                that.
-            ConfigError: an argument has a wrong type, the prompt is empty, the history does not alternate, a tool or a
-                `json_schema` cannot be used, the chat template fails at the conversation (also one that a server sent,
-                if it takes too much time or memory), or an HTTP header cannot hold `session`; by a piece, if an answer
-                that keeps to the schema can neither go on nor end, if a server refuses the request, or if vLLM does not
-                support a setting of reuse.
-            UnsupportedCallError: this engine does not support tools, see `capabilities`.
-            BusyError, WaitTimeoutError: by the first piece, if too many requests wait, or this one waited too long.
-            StoreError: the store of this engine is closed; by this call or by the first piece.
-            ServerError: by a piece, if a server makes the answer and fails.
-            ForkError: this process is a fork of the one that made the engine; by this call or by a piece.
-            UnsupportedModelError: by a piece, if a layer of a model in this process does something that its survey did
-                not show.
-            RuntimeError, MemoryError: by a piece, if the model fails, such as torch without memory. Over vLLM,
-                RuntimeError also if the engine is closed, CancelledError if it was closed meanwhile, and vLLM's own
-                exceptions.
-            TypeError: an option that `stream` does not have.
+        This process, if `ReuseConfig.plain_prompts` is "reuse", and a server reuse captured passages; `VLLMEngine` does
+        not search.
         """
         return self.stream(prompt, (), **options)
 
     def prompts_with(self, tools: Sequence[Tool]) -> PromptBuilder:
         """Return the prompt builder for these tools; without tools it is `prompts`.
 
-        The builders of the 16 sets of tools that were used last are kept: the same tools give the same builder.
-        Raises ConfigError for an invalid tool, for a private instruction whose tools hold the model's control tokens,
-        or if the chat template cannot be used with these tools. That is so too if a server sent the template, and it
-        takes too much time or memory, or no process can be started to render it.
+        The builders of the 16 sets of tools that were used last are kept.
         """
         if not tools:
             return self.prompts
@@ -333,7 +265,7 @@ class AnswerEngine(ABC):
             chunks,
             history=history,
             reserve=sampling.max_new_tokens,
-            recognise=self._recogniser(session) if is_searched else None,
+            recognise=self.recogniser(session) if is_searched else None,
             private=session is not None,
         )
         settings = self.for_prompt(self.calibrated(reuse), prompt)
@@ -342,27 +274,21 @@ class AnswerEngine(ABC):
         return self._prepared(request, asked)
 
     def for_prompt(self, config: ReuseConfig, prompt: Prompt) -> ReuseConfig:
-        """Return the settings for a prompt: these, or if it is too short, a copy that reuses and captures nothing.
-
-        A prompt is too short if it has fewer tokens than `ReuseConfig.min_prompt_tokens`, or than the engine's
-        `min_prompt_tokens` if they leave it open; the copy has this limit as its `min_prompt_tokens`. Settings without
-        reuse are returned unchanged. Raises nothing.
-        """
+        """Return the settings for a prompt: these, or if it is too short, a copy that reuses and captures nothing."""
         return config.for_prompt(prompt.bounds[-1], measured=self.min_prompt_tokens)
 
     def _prepared(self, request: Request, asked: Question) -> Request:
         """Return the request with whatever this engine adds to it."""
         return request
 
-    def _recogniser(self, session: str | None) -> Recognise | None:
+    def recogniser(self, session: str | None) -> Recognise | None:
         """Return a function that finds captured texts in unmarked text; None if this engine does not reuse them."""
         return None
 
     def calibration_for(self, config: ReuseConfig) -> Calibration | None:
-        """Return the engine's `calibration` if it decides how much is recomputed with these settings.
+        """Return the engine's `calibration` if it decides how much is recomputed with these settings, else None.
 
-        Returns None if the engine has no calibration, if the settings have a `recompute_ratio` or an `alpha`, or if the
-        calibration was made with other settings (`Calibration.fits`). Raises nothing.
+        They have no `recompute_ratio` and no `alpha`, and `Calibration.fits`.
         """
         calibration = self.calibration
         is_open = config.recompute_ratio is None and config.method.alpha is None
@@ -371,49 +297,21 @@ class AnswerEngine(ABC):
         return calibration
 
     def calibrated(self, config: ReuseConfig) -> ReuseConfig:
-        """Return these settings with the calibrated α for them; the same object if `calibration_for` finds none.
-
-        `VLLMEngine` always returns a copy, which does not search unmarked text. Raises nothing.
-        """
+        """Return these settings with the calibrated α for them, if there is one."""
         calibration = self.calibration_for(config)
         return config if calibration is None else config.with_method(alpha=calibration.alpha)
 
     # -- chunk-caches -------------------------------------------------------------------------------------------------
 
     def primer(self, *, related: Related | None = None) -> DocumentPrimer:
-        """Return a new primer, which captures documents for this engine before the first question.
-
-        Nothing is computed, and nothing is raised yet: the methods of the primer raise errors, such as StoreError if
-        the store is closed. A pass of the primer computes at most 2,048 tokens. An engine over HTTP returns a primer
-        that sends the documents to the server.
-
-        Args:
-            related: returns the chunks of other documents that a chunk is likely to be retrieved with, best first; a
-                document of one chunk is captured after them. None: after a fixed passage.
-        """
+        """Return a primer of at most 2,048 tokens a pass; for `related` see `Primer`."""
         return Primer(self, related=related)
 
     def capture(self, prompt: Prompt, captures: Sequence[int], *, primed: bool) -> None:
-        """Compute a prompt and capture these of its segments; return None once they are stored or dropped.
+        """Compute a prompt without a question, capture these segments (ascending), and wait for the store.
 
-        A capture that the store does not take, for instance because the disk is full or the store is closed, is logged
-        and counted (`ChunkCacheStore.stats`), and raises nothing.
-
-        Args:
-            prompt: system segment and chunks, without a question.
-            captures: indices of segments, ascending; at least one. In this process, what is stored already is computed
-                and stored again.
-            primed: True if this is priming, and the chunks are captured after their neighbours in the document; noted
-                in the variants.
-
-        Raises:
-            UnsupportedCallError: this engine captures texts only, see `capabilities`.
-            IndexError: `captures` is empty; in this process also if it is not ascending, or goes beyond the prompt.
-            UnsupportedModelError: in this process, a layer of the model does something that its survey did not show.
-            RuntimeError: torch has no memory for the pass, or the model fails; over vLLM, the engine is closed.
-            MemoryError: there is no memory for the keys and values.
-            CancelledError: over vLLM, the engine was closed meanwhile; also vLLM's own exceptions.
-            ForkError: this process is a fork of the one that made the engine.
+        `primed` marks chunks captured after their neighbours. A capture that the store does not take is logged and
+        counted.
         """
         self._home.require()
         self.capabilities.require(Capability.CAPTURE)
@@ -421,27 +319,12 @@ class AnswerEngine(ABC):
         self._capturer.capture(prompt, captures, primed=primed)
 
     def look_up(self, segments: Sequence[Segment], *, session: str | None = None) -> LookupResult:
-        """Return the stored variants of these segments for this model; variants that do not fit are left out.
+        """Return the stored variants of segments for this model, shared ones and those private to `session`.
 
-        Nothing is loaded. A remote is asked for segments with too few variants here, within its time limit. Rows that
-        do not fit are removed in the background, and the look-ups are counted (`ChunkCacheStore.stats`). If the catalog
-        of the store cannot be read, a warning is logged and no segment has a variant there; a remote that fails raises
-        nothing either.
-
-        Args:
-            segments: segments of prompts, such as those of `PromptBuilder.chunk_segment`.
-            session: session whose private variants are found too; None: shared variants only.
-
-        Returns:
-            `variants` maps the id of each given segment to a list of its variants, which may be empty; without segments
-            it is {}. `refused` maps the id of a segment to the reason why a row did not fit. `remote` is the outcome of
-            the look-up in a remote, or None if no remote was asked.
-
-        Raises:
-            UnsupportedCallError: the chunk-caches are a server's, see `capabilities`.
-            StoreError: the store is closed.
-            ConfigError: `segments` is anything but a list of segments, or `session` is not text.
-            ForkError: this process is a fork of the one that opened the store.
+        Nothing is loaded. Every segment's id is a key of `variants`. A remote is asked for segments with too few
+        variants here, within its time limit. Rows that do not fit are left out and removed in the background. If the
+        catalog of the store cannot be read, a warning is logged and nothing is found. UnsupportedCallError: the
+        chunk-caches are a server's.
         """
         self.capabilities.require(Capability.LOOK_UP)
         segments = listed("segments", segments)
@@ -465,11 +348,7 @@ class AnswerEngine(ABC):
     def disk_space(self) -> DiskSpace:
         """Return the bytes that the store's files use, their limit, the free bytes of the disk, and the store's codec.
 
-        If the store has a remote, it is asked for its sizes too, which takes at most two seconds. Raises StoreError if
-        the store is closed, its folder was deleted, or the folder or its catalog cannot be read, and ForkError in a
-        fork of the process. An engine over HTTP asks the server: it raises ServerError if the server does not answer in
-        time, asks for a key, fails or sends a malformed reply, or if the engine is closed, and ConfigError or
-        ContextLengthError if the server refuses with status 400.
+        A remote is asked for its sizes too, which takes at most two seconds.
         """
         assert isinstance(self.store, ChunkCacheStore), "engines over HTTP ask the server"
         stats = self.store.stats()

@@ -77,9 +77,8 @@ class EngineConfig:
                     engine over vLLM, which has its own queue and batches, refuses these four
     store           budgets, codec and remote of the chunk-caches
 
-    Words and numbers become objects: `new_variants` is kept as a `NewVariants`, and `audit` as an `Audits`. Raises
-    ConfigError for a value of a wrong type or out of range. An unknown dtype or device is noticed when the model is
-    loaded.
+    Words and numbers become objects: `new_variants` is kept as a `NewVariants`, and `audit` as an `Audits`. An unknown
+    dtype or device is noticed when the model is loaded.
     """
 
     dtype: str = "auto"
@@ -144,18 +143,10 @@ class EngineConfig:
 
     @classmethod
     def paper(cls, **options: Any) -> Self:
-        """Return the options of Cache-Craft and Cake as published, for requests (`ReuseConfig.paper`) and the engine.
+        """Return the options of Cache-Craft and Cake as published, with these changes (see `with_options`).
 
-        Chunks stand in the order of retrieval. Chunks that were reused and fixed are captured without waiting until the
-        engine is idle. At most N × M = 100 × 5 variants are stored, as in the paper's evaluation (§5.1.2), in any
-        distribution over chunks, and those with the lowest f_r are evicted (§3.3). All requests that wait load their
-        chunk-caches, as far as these fit into the memory for chunk-caches (§3.5). docs/results/papers.md says what
-        still differs, and why.
-
-        Args:
-            options: options by name with other values than published, as for `with_options`.
-
-        Raises ConfigError for an unknown option, or for a value of a wrong type or out of range.
+        At most N × M = 100 × 5 variants are stored, as in the paper's evaluation (§5.1.2). docs/results/papers.md says
+        what still differs, and why.
 
         >>> config = EngineConfig.paper(host_bytes=1 << 30)
         >>> config.reuse == ReuseConfig.paper(), config.best_last, config.store.eviction, config.store.host_bytes
@@ -171,9 +162,8 @@ class EngineConfig:
         return published.with_options(**{"preload_bytes": preload_bytes} | options)
 
     def require_usable_target(self) -> None:
-        """Raise ConfigError for a quality target that could not act; return None otherwise, and without a target.
+        """Raise ConfigError for a quality target that could not act, without audits or with a fixed ratio or α.
 
-        A target cannot act without audits (a share of 0), or if the settings of reuse fix `recompute_ratio` or `alpha`.
         Engines call this when they are made, because the options of one engine may come from several places.
         """
         if self.quality_target is None:
@@ -188,32 +178,20 @@ class EngineConfig:
             )
 
     def target(self) -> QualityTarget | None:
-        """Return the quality target with its limits, or None without one.
-
-        Raises nothing for options that exist: making them raises ConfigError for a target of 0 or 1, and for a target
-        with a `min_ratio` above `max_ratio`. `require_usable_target` checks that answers are audited.
-        """
+        """Return the quality target with its limits, or None without one."""
         if self.quality_target is None:
             return None
         return QualityTarget(self.quality_target, self.min_ratio, self.max_ratio)
 
     @classmethod
     def option_names(cls) -> frozenset[str]:
-        """Return the names that `with_options` takes: the fields of this class but `store`, and those of `StoreConfig`.
-
-        Both classes have a `device`; the name means the device of the model.
-        """
+        """Return the names that `with_options` takes: fields of this class but `store`, and of `StoreConfig`."""
         return frozenset(_own_names(cls) | {setting.name for setting in fields(StoreConfig)})
 
     def with_options(self, **options: Any) -> Self:
-        """Return a copy with these options by name; options that are None keep the value that they have here.
+        """Return a copy with these fields of this class or of `StoreConfig`; None keeps the present value.
 
-        Args:
-            options: fields of this class or of `StoreConfig` (`option_names`) with their values; `device` is that of
-                the model. A `reuse` replaces all settings of reuse.
-
-        Raises ConfigError for an unknown option, also with the value None, for a value of a wrong type or out of
-        range, and for a codec whose package is not installed.
+        `device` is that of the model. A `reuse` replaces all settings of reuse.
 
         >>> EngineConfig().with_options(namespace="acme", host_bytes=1 << 30).store.host_bytes
         1073741824

@@ -88,19 +88,8 @@ class Facts:
 def examine(engine: Engine, *, check: bool = True) -> Facts:
     """Look and measure; takes seconds, and with `check` as long as reading every stored byte.
 
-    Prefills run in the calling thread, without reuse and without captures; a file of 64 MiB is written into the store's
-    folder, read, and removed again. If that folder cannot be written, nothing is raised: the two speeds of the disk are
-    None. Flaws of the store are in `problems`.
-
-    Args:
-        engine: an open engine in this process that answers no question meanwhile.
-        check: read and compare every stored chunk-cache; False leaves `problems` None.
-
-    Raises:
-        StoreError: the store is closed, its folder was deleted, or its folder or catalog cannot be read.
-        UnsupportedModelError: a layer of the model does something that its survey did not show.
-        RuntimeError, MemoryError: the model fails, such as torch without memory.
-        ForkError: this process is a fork of the one that opened the store.
+    Prefills run in the calling thread, and no question may be answered meanwhile; a file of 64 MiB is written into the
+    store's folder, read, and removed again.
     """
     decoder = engine.decoder
     store = engine.store
@@ -136,10 +125,7 @@ def examine(engine: Engine, *, check: bool = True) -> Facts:
 def compute_speed(decoder: Decoder) -> float:
     """Measure a prefill of up to 256 random tokens, and return its speed in tokens per second.
 
-    A model with a shorter context gets as many tokens as that has. Nothing is stored. Of two prefills the second
-    counts, because the first warms up. Raises torch's RuntimeError or MemoryError if the
-    model fails, such as without memory, and UnsupportedModelError if a layer does something that its survey did not
-    show.
+    Of two prefills the second counts, because the first warms up.
     """
     tokens = min(MEASURED_TOKENS, decoder.context_length)
     ids = torch.randint(0, int(decoder.model.config.vocab_size), (tokens,)).tolist()
@@ -151,15 +137,10 @@ def compute_speed(decoder: Decoder) -> float:
 
 
 def read_speed(folder: Path, nbytes: int = DISK_BYTES) -> float | None:
-    """Write a file into this folder, and return the bytes per second of reading it.
+    """Write a file into this folder, and return the bytes per second of reading it, or None if that fails.
 
-    Returns None if the folder is missing or cannot be written or read; an OSError is not raised. The file is removed.
-    It is read past the system's cache on Linux; elsewhere the speed may be that of the cache.
-
-    Args:
-        folder: the folder, on the disk to be measured.
-        nbytes: size of the file in bytes, a multiple of 1 MiB; the speed is too high for other numbers, because only
-            whole MiB are written.
+    It is read past the system's cache on Linux; elsewhere the speed may be that of the cache. `nbytes` is a multiple of
+    1 MiB.
     """
     block = os.urandom(1 << 20)
     try:
@@ -180,11 +161,7 @@ def read_speed(folder: Path, nbytes: int = DISK_BYTES) -> float | None:
 
 
 def findings(facts: Facts) -> Iterator[Advice]:
-    """Judge the facts: yield one `Advice` on each subject that applies, whether it is "ok" or to be changed.
-
-    The order is: model, dtype, kernels, threads, store, check, folder, other models, disk budget, disk. The model and
-    the store are always among them. Nothing is measured or read, so only facts decide, and nothing is raised.
-    """
+    """Judge the facts: yield one `Advice` on each subject that applies, whether it is "ok" or to be changed."""
     speed = f"{facts.model}: {facts.compute_speed:,.0f} tokens/s computed in {facts.dtype} on {facts.device}"
     yield Advice("model", "ok", f"{speed}, {facts.threads} threads")
     if facts.dtype == "float32" and facts.fast_bfloat16:

@@ -43,7 +43,7 @@ from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.prompt.builder import Turn
 from cachecraft_rag.prompt.output_schema import Constraints
 from cachecraft_rag.prompt.tools import Tool
-from cachecraft_rag.prompt.unmarked import Recognise, recognise_captured
+from cachecraft_rag.prompt.unmarked import Recognise, recognise_captured, session_of
 from cachecraft_rag.serving.admission import AdmissionQueue
 from cachecraft_rag.serving.answering import Answering
 from cachecraft_rag.serving.audits.audit import Audit
@@ -51,6 +51,7 @@ from cachecraft_rag.serving.audits.auditor import Auditor
 from cachecraft_rag.serving.audits.results import AuditResults
 from cachecraft_rag.serving.capturing import LocalCapturer
 from cachecraft_rag.serving.config import Audits, NewVariants
+from cachecraft_rag.serving.generation import Generation
 from cachecraft_rag.serving.joint_rows import JointRows
 from cachecraft_rag.serving.new_variants import VariantMaker
 from cachecraft_rag.serving.request import Request, RequestProgress, stats_of
@@ -95,12 +96,6 @@ class Engine(AnswerEngine):
         settings: settings of the engine; those of model and store in it are not used.
         config: settings of reuse; a call may bring other settings.
         options: further fields of `EngineConfig` by name; they take precedence over `settings`.
-
-    Raises:
-        ConfigError: an argument has a wrong type or an option is invalid, a quality target could not act
-            (`EngineConfig.require_usable_target`), a private instruction holds the model's control tokens, or the
-            model's chat template cannot be cut into segments.
-        TypeError: an option that is no field of `EngineConfig`.
 
     Attributes:
         loop: runs all work on the model.
@@ -231,29 +226,14 @@ class Engine(AnswerEngine):
         """Load a model, check it (`self_check`) and open (or make) the chunk-caches in a store folder.
 
         On a GPU `measure_min_prompt_tokens` follows, unless the settings have a `min_prompt_tokens`; it takes some
-        seconds.
+        seconds. The `calibration` in the store folder is used if it is of this model; a damaged one is logged and
+        ignored. Options are checked before the model is loaded.
 
         Args:
             model: Hugging Face name or folder, or "demo" for SmolLM2-135M-Instruct.
             store: the folder; several processes may share it. `close` closes the chunk-caches too.
             config: all other settings.
             options: fields of `config` by name, which take precedence: see `EngineConfig.with_options`.
-
-        Returns:
-            The engine, with the `calibration` in the store folder if it holds one for this model; a damaged one is
-            logged and ignored. The chunk-caches are in the subfolder "caches" of the store folder.
-
-        Raises:
-            ModelNotFoundError: nothing of that name can be loaded, or a file of it is damaged.
-            UnsupportedModelError: the model has no raw keys to store, or fails the self-check.
-            StoreError: the store folder or its catalog cannot be used, or it is of another version and cannot be
-                written.
-            ConfigError: an unknown option, a value out of range, a dtype or device that is not available, a quality
-                target that could not act, a remote or its keys that cannot be used, a package that the codec or the
-                remote needs and that is not installed, a private instruction with the model's control tokens, or a chat
-                template that cannot be cut into segments. Options are checked before the model is loaded.
-            RuntimeError, MemoryError: there is no memory for the model, such as torch.OutOfMemoryError on a GPU; or the
-                model fails at the prompts of the measurement.
         """
         check_text("model", model, empty=False)
         check_path("store", store)
@@ -302,29 +282,12 @@ class Engine(AnswerEngine):
         traced or audited.
 
         Args:
-            question: the question; empty only if the history ends with a tool's result.
-            chunks: passages that retrieval returned, best first.
             target: token ids of a given answer, 1 to `max_new_tokens`; None = the greedy answer itself.
+            question, chunks, config, history, tools: as for `stream`.
             max_new_tokens: longest answer, in tokens.
-            config: settings of reuse for this question; None = the engine's.
-            history: earlier turns, pairs of role and text.
-            tools: tools that the model may call, as for `stream`.
 
         Returns:
-            The greedy answer with its statistics, and the predictions for each token of the target: float32 `[target,
-            vocabulary]`. The prediction for a token is made from the prompt and the target tokens before it.
-
-        Raises:
-            ConfigError: a target without tokens, with more than `max_new_tokens`, or with unknown ones; an empty
-                question, a `max_new_tokens` below 1, an argument of a wrong type; or a history or tools that
-                `PromptBuilder.build` refuses, or at which the chat template fails.
-            ContextLengthError: question and answer do not fit the model's context.
-            BusyError: too many requests wait already (`EngineConfig.max_waiting`).
-            WaitTimeoutError: the request waited longer for its turn than `EngineConfig.wait_timeout_s`.
-            StoreError: the store is closed.
-            ForkError: this process is a fork of the one that made the engine.
-            UnsupportedModelError: a layer of the model does something that its survey did not show.
-            RuntimeError, MemoryError: the model fails, such as torch without memory.
+            The answer, and float32 `[target, vocabulary]`: the prediction for each target token after those before it.
         """
         if target is not None:
             target = listed("target", target)
@@ -357,21 +320,13 @@ class Engine(AnswerEngine):
         return ScoredAnswer(text, tuple(progress.tokens), logits, stats)
 
     def measure_min_prompt_tokens(self) -> int:
-        """Measure from how many tokens on a prompt is answered sooner with reuse; set and return `min_prompt_tokens`.
+        """Measure from how many tokens on prompts are answered sooner with reuse; set and return that number.
 
-        `from_pretrained` calls it on a GPU, where short prompts are often computed sooner. Prompts of random tokens are
-        timed over the engine's store, from 1,024 tokens on and each twice as long as the one before, until one is
-        answered sooner with reuse, at most up to 32,768; the first length takes at least two seconds. No answer should
-        be under way: it would spoil the times. What is captured is removed in the end; a killed process leaves it in
-        the store. The prompts count in the store's statistics and for the budget of new variants, but not as requests.
-        See `ReuseTiming.min_prompt_tokens` for when nothing is measured, and the result is 0.
-
-        Raises:
-            StoreError: the store is closed, its folder is gone, or its catalog cannot be read or written.
-            BusyError, WaitTimeoutError: other requests keep the engine busy.
-            ForkError: this process is a fork of the one that made the engine.
-            UnsupportedModelError: a layer of the model does something that its survey did not show.
-            RuntimeError, MemoryError: the model fails.
+        Prompts of random tokens are timed over the engine's store, from 1,024 tokens on and each twice as long as the
+        one before, until one is answered sooner with reuse, at most up to 32,768; the first takes at least two seconds.
+        No answer should be under way: it would spoil the times. What is captured is removed in the end; a killed
+        process leaves it in the store. See `ReuseTiming.min_prompt_tokens` for when nothing is measured, and the result
+        is 0.
         """
         self._home.require()
         self.min_prompt_tokens = self._timing().min_prompt_tokens()
@@ -395,42 +350,21 @@ class Engine(AnswerEngine):
         )
 
     def audit_of(self, request_id: str) -> Audit | None:
-        """Return the audit of an answer, by the `request_id` of its statistics.
-
-        Returns None if the answer was not audited (see `EngineConfig.audit`), not yet (`settle` waits for it), or too
-        long ago: the last 1,024 results are kept in memory, and more of them on disk (`cachecraft quality`). None for
-        an unknown id, too. Raises nothing, also after `close`.
-        """
+        """Return the audit of an answer; None: not audited, not yet (see `settle`), or not of the last 1,024."""
         return self.auditor.results.get(request_id)
 
     @property
     def preloading_bytes(self) -> int:
-        """Bytes of chunk-caches that waiting requests load or have loaded before their turn, at this moment.
-
-        The next request in line counts only if it began to load while others waited before it. Always 0 with an
-        `EngineConfig.preload_bytes` of 0. Raises nothing.
-        """
+        """Bytes of chunk-caches that waiting requests load or have loaded before their turn, at this moment."""
         return self._admission.preloading_bytes
 
     def settle(self, timeout: float | None = None) -> bool:
-        """Wait for the work that follows from answers: captures, new variants within their budget, audits, and writing.
+        """Wait for the work that follows from answers: captures, new variants, audits, and writing.
 
         For programs that work in batches; after it, the same questions reuse as much as they can. Work in idle time
-        waits for answers that are under way, so read or close them first.
-
-        Args:
-            timeout: longest wait in seconds, 0 to a million; None waits without limit. With 0 the result may be False
-                although nothing is left to do, because another thread answers.
-
-        Returns:
-            True once all of it is done or dropped, and sent to a remote or dropped there; False if that takes longer
-            than `timeout`. A capture or an audit that fails is logged and raises nothing. After `close` it returns
-            True.
-
-        Raises:
-            ConfigError: `timeout` is out of range.
-            ForkError: this process is a fork of the one that made the engine.
-            RuntimeError: the system has no room for a thread.
+        waits for answers that are under way, so read or close them first. Returns True once all of it is done or
+        dropped, also on a remote; False after `timeout` seconds, with 0 perhaps although nothing is left to do, because
+        another thread answers.
         """
         self._home.require()
         check_number("timeout", timeout, most=MOST_SECONDS, optional=True)
@@ -447,11 +381,8 @@ class Engine(AnswerEngine):
         """Store the captures that are still waiting, and give up new variants and audits; waits without limit.
 
         Closes the store too if `from_pretrained` opened it; any other stays open, and then questions are still
-        answered, but nothing is captured. Once the store is closed, a question raises StoreError, by the call or by its
-        first piece. Answers under way are not waited for; their captures are dropped. Those of answers that ended, or
-        that their readers closed, are stored. A second call does nothing, and
-        neither does a call in a fork of the process. Raises nothing for a capture that cannot be stored: it is logged
-        and dropped.
+        answered, but nothing is captured. Answers under way are not waited for; their captures are dropped. Those of
+        answers that ended, or that their readers closed, are stored. Does nothing in a fork of the process.
         """
         if not self._home.here:  # in a fork of its process there is nothing to finish or to release
             return
@@ -495,16 +426,46 @@ class Engine(AnswerEngine):
             self.write_back.remove(chunk_ids)
             self.loop.call(self._answering.stored_changed)
 
-    def _recogniser(self, session: str | None) -> Recognise | None:
+    def generate(
+        self,
+        prompt: Prompt,
+        *,
+        session: str | None = None,
+        sampling: SamplingParams | None = None,
+        config: ReuseConfig | None = None,
+        started: float | None = None,
+    ) -> Generation:
+        """Answer a prompt that is in segments already, such as one of `PromptBuilder.build`.
+
+        Args:
+            prompt: the prompt; with the answer it fits the model's context.
+            started: time of `time.perf_counter` at which it was asked for; None: now.
+
+        Other arguments, result and errors as in `stream`, which also lays the prompt out.
+        """
+        self._home.require()
+        sampling = sampling or SamplingParams()
+        config = config or self.config
+        settings = self.for_prompt(self.calibrated(config), prompt)
+        request = Request(
+            prompt, settings, sampling, session_of(prompt, session), started or time.perf_counter()
+        )
+        return self._generation(self._constrained(request, config))
+
+    def recogniser(self, session: str | None) -> Recognise | None:
+        """Return a function that finds captured texts in token ids, those of the session too."""
         look_up = partial(
             self.store.marked_texts, self.namespace, self.decoder.fingerprint, session=session
         )
         return partial(recognise_captured, look_up=look_up)
 
     def _prepared(self, request: Request, asked: Question) -> Request:
-        """Add the ratio that a quality target chooses, and the grammar of the answer."""
-        request = self.auditor.results.with_ratio(request, asked.config or self.config)
-        schema = asked.sampling.json_schema
+        return self._constrained(request, asked.config or self.config)
+
+    def _constrained(self, request: Request, asked: ReuseConfig) -> Request:
+        """Add the ratio that a quality target chooses for these settings, and the grammar of the answer."""
+        request = self.auditor.results.with_ratio(request, asked)
+        schema = request.sampling.json_schema
         if schema is None:
             return request
         return replace(request, constraint=self._constraints.json(str(schema)))

@@ -56,21 +56,13 @@ class ReuseTiming:
     def min_prompt_tokens(self) -> int:
         """Return the length in tokens from which prompts are answered sooner with reuse, see `shortest_prompt`.
 
-        If reuse is sooner at no measured length, the result is one more than the longest of them. 0 means all prompts:
-        reuse is sooner even for the shortest prompt that is measured, or nothing was measured. That is so
+        One more than the longest measured length if reuse is sooner at none; 0 if it is sooner at the shortest, or if
+        nothing was measured: the settings switch reuse off, have a `min_prompt_tokens`, or reuse after the same prefix
+        only (moved chunks are timed here); the context is too short; the store is read-only, has a remote, or has no
+        room; or the first prompt could not be captured or reused, or was too long for a GPU's memory.
 
-        - if the settings switch reuse off, have a `min_prompt_tokens`, or reuse after the same prefix only (`scope`
-          "prefix"): moved chunks, which are timed here, are then never reused;
-        - if the context is too short;
-        - if the store is read-only, has a remote, or would have to evict chunk-caches to make room for the prompt
-          (other processes that fill the store at that moment are not seen);
-        - if the first prompt could not be captured or reused, or was too long for the memory of a GPU.
-
-        15 % of the tokens are recomputed if the settings have no `recompute_ratio`. A larger α or a quality target that
-        recomputes more is not taken into account: reuse then pays from longer prompts on than this says.
-
-        Raises StoreError if the store is closed, its folder is gone, or its catalog cannot be read or written. Errors
-        of `capture` and `ask` pass, except for a GPU without memory.
+        15 % of the tokens are recomputed if the settings have no `recompute_ratio`. With a larger α or a quality target
+        that recomputes more, reuse pays from longer prompts on than this says.
         """
         config = self.config
         if (
@@ -91,12 +83,9 @@ class ReuseTiming:
         return shortest_prompt(lengths, measure)
 
     def times(self, tokens: int, *, least_s: float = 0.0) -> Times | None:
-        """Time a prompt of so many tokens with and without reuse; None if it cannot be captured or reused.
+        """Time a prompt of so many tokens with and without reuse, for `least_s` seconds at least.
 
-        Args:
-            least_s: go on for so many seconds at least.
-
-        Raises StoreError as `min_prompt_tokens` does; errors of `capture` and `ask` pass.
+        None if it cannot be captured or reused.
         """
         prompt, other = prompts_of(tokens, vocabulary=self.vocabulary)
         if not self._has_room(prompt):

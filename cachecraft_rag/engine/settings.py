@@ -42,7 +42,8 @@ PREFIX = "CACHECRAFT_"
 DEFAULT = "default"
 # Variables of the package that are not settings of an engine.
 _ELSEWHERE = {
-    PREFIX + name for name in ("CACHE", "CPU_KERNELS", "READ_ONLY", "REMOTE_KEY", "REMOTE_KEY_FILE")
+    PREFIX + name
+    for name in ("API_KEY", "CACHE", "CPU_KERNELS", "READ_ONLY", "REMOTE_KEY", "REMOTE_KEY_FILE")
 }
 # Added by Kubernetes to every pod beside a service whose name begins with "cachecraft".
 _SERVICE_LINK = re.compile(
@@ -84,8 +85,6 @@ class Application:
     top_k         chunks to retrieve
     threads       CPU threads; None = torch's choice
     metrics_port  port of this machine that serves Prometheus metrics; None = no metrics
-
-    Raises ConfigError for a value of a wrong type or out of range.
     """
 
     model: str = "demo"
@@ -116,12 +115,7 @@ class Setting:
 
     @property
     def shown(self) -> object:
-        """The value in a form that people and logs may see.
-
-        A `remote.key` is shown as "***", and the URL of a remote has no credentials; a frozenset becomes a
-        sorted list. Other values are returned unchanged. Raises ConfigError for a `remote.url` that is not a URL of a
-        remote; `load_settings` gives out none.
-        """
+        """The value in a form that people and logs may see: no key and no credentials; a frozenset as a list."""
         if self.key in _SECRET and self.value is not None:
             return "***"
         if self.key == "remote.url" and isinstance(self.value, str):
@@ -159,10 +153,8 @@ class KnownKey:
     def read(self, text: str) -> object:
         """Return the value of the text of a variable or a flag, unchecked: `checked` refuses a wrong one.
 
-        For a key of kind "bool", true, yes, on and 1 mean True, and false, no, off and 0 mean False, in any case. For
-        "int" and "float" it is an int if the text is one, else a float. For a key with several values it is a list of
-        the parts between commas, stripped and without blank ones. Any other text is returned unchanged: for all other
-        kinds, for sizes (`is_size`), and if it cannot be read. Raises nothing.
+        true, yes, on and 1 mean True, and false, no, off and 0 mean False, in any case. Several values are divided by
+        commas. Text that cannot be read, and a size (`is_size`), is returned unchanged.
         """
         if self.kind == "bool":
             return _BOOLEANS.get(text.strip().lower(), text)
@@ -175,12 +167,8 @@ class KnownKey:
     def checked(self, value: object) -> object:
         """Return the value in the type of its dataclass: a size as bytes, and a list as a tuple or a frozenset.
 
-        A size may be a text: a number with a unit such as "2 GiB", or a number alone, which counts bytes (`size_of`).
-        For bytes per second it may also be "inf" or "none", for no limit, which is returned as an infinite float. All
-        other values are returned as they are.
-
-        Raises ConfigError if its type or its range is wrong, if it is an unknown name, such as that of a codec, or if
-        the text of a size cannot be read. Also raises it for None where the field has no default of None.
+        A size may be a text (`size_of`), for bytes per second also "inf" or "none", for no limit. ConfigError for a
+        wrong value, and for None where the field has no default of None.
         """
         if self.is_size and isinstance(value, str):
             value = math.inf if value in ("inf", "none") else size_of(value)
@@ -209,8 +197,7 @@ def size_of(text: str) -> int:
     """Return the bytes of a size with a unit, rounded down.
 
     Units are k, M, G and T (powers of 1,000) and Ki, Mi, Gi and Ti (powers of 1,024), in any case and with or without
-    "B"; without a unit, bytes. Raises ConfigError for any other text, also for a negative number or one with an
-    exponent, and for a size beyond the range of a float.
+    "B"; without a unit, bytes.
 
     >>> size_of("50 GB"), size_of("1.5 MiB"), size_of("100")
     (50000000000, 1572864, 100)
@@ -227,9 +214,9 @@ def size_of(text: str) -> int:
 
 
 def descriptions(kind: type) -> dict[str, str]:
-    """Return field → description of a dataclass, from lines of its docstring such as "name  text".
+    """Return field → description of a dataclass, from lines of its docstring such as "name text".
 
-    Indented lines that follow continue the text. Empty without a docstring, or without such lines.
+    Indented lines that follow continue the text.
 
     >>> descriptions(Application)["top_k"]
     'chunks to retrieve'
@@ -256,10 +243,7 @@ def _check(config: Callable[..., object], name: str, value: object) -> None:
 
 @cache
 def known_settings() -> dict[str, KnownKey]:
-    """Return a dict from every key to its `KnownKey`, in the order of the dataclasses.
-
-    It is made once: all callers get the same dict, and must not change it.
-    """
+    """Return every key → its `KnownKey`, in the order of the dataclasses; one dict for all callers."""
     known = {}
     left_out = {
         EngineConfig: {"reuse", "store"},
@@ -313,10 +297,7 @@ class Settings:
         return self.entries[key].value
 
     def given(self) -> dict[str, object]:
-        """Return key → value of all settings from a flag, a variable or the file, also where they equal the default.
-
-        Empty if there are none. Defaults of a command (`defaults` of `load_settings`) are not among them.
-        """
+        """Return key → value of all settings from a flag, a variable or the file, also where they equal the default."""
         return {
             key: setting.value for key, setting in self.entries.items() if setting.origin != DEFAULT
         }
@@ -330,14 +311,7 @@ class Settings:
         }
 
     def only(self, *keys: str) -> Settings:
-        """Return a copy in which every key but these has its dataclass's default.
-
-        That is so also where a command has another default (`defaults` of `load_settings`). `file` stays the same.
-
-        Args:
-            keys: keys, or beginnings of keys: "remote." means the whole table, and "top" also "top_k". Unknown ones are
-                ignored; without any, all keys have their defaults.
-        """
+        """Return a copy in which every key that begins with none of these has its dataclass's default."""
         known = known_settings()
         kept = {}
         for key, setting in self.entries.items():
@@ -347,17 +321,9 @@ class Settings:
         return Settings(kept, self.file, self.ignored)
 
     def engine_config(self, **options: object) -> EngineConfig:
-        """Return the configuration of the engine, with its store, remote and settings of reuse.
+        """Return the engine's configuration, of the settings in `given` and of `options`, which override them.
 
-        It is made of the settings in `given`; all others have the defaults of `EngineConfig`, so defaults of a command
-        (`defaults` of `load_settings`) have no effect. The key file of a remote is read, and its keys are checked.
-
-        Args:
-            options: options of `EngineConfig.with_options`, which override the settings; None overrides nothing.
-
-        Raises ConfigError for an unknown option or a value out of range; for values that do not fit each other, such as
-        a quality target with a `min_ratio` above `max_ratio`; for settings of a remote without a URL; and for keys of a
-        remote that are empty, too short, cannot be printed, or cannot be read.
+        Defaults of a command have no effect. The key file of a remote is read, and its keys are checked.
         """
         names = EngineConfig.option_names() - {"reuse", "remote"}
         flat = {key: value for key, value in self.given().items() if key in names}
@@ -370,9 +336,7 @@ class Settings:
     def remote(self) -> RemoteConfig | None:
         """Return the configuration of the remote, or None if no setting of the table `remote` is in `given`.
 
-        Its keys are checked too, and a key file is read. Raises ConfigError for settings of a remote without a URL, for
-        a value that is invalid or does not fit the URL, and for keys that are empty, too short, cannot be printed, or
-        cannot be read.
+        Its keys are checked too, and a key file is read. ConfigError for settings of a remote without a URL.
         """
         table = self._table("remote")
         if not table:
@@ -386,11 +350,7 @@ class Settings:
         return config
 
     def sampling(self) -> SamplingParams:
-        """Return the sampling parameters of these settings, defaults of a command included.
-
-        Raises ConfigError for an invalid value. The result of `load_settings` has none, except in the `defaults` that
-        its caller gave.
-        """
+        """Return the sampling parameters of these settings, defaults of a command included."""
         return SamplingParams(
             **{setting.name: self[setting.name] for setting in fields(SamplingParams)}
         )
@@ -413,28 +373,20 @@ def load_settings(
 ) -> Settings:
     """Read the user's own file, the settings file, the environment, then flags; later values override earlier ones.
 
-    The result has every key of `known_settings`, with its origin: the flag, the variable, the path of the file, or
-    "default". Ignored are empty variables, and those that Kubernetes adds for a service whose name begins with
-    "cachecraft".
+    Ignored are empty variables, and those that Kubernetes adds for a service whose name begins with "cachecraft".
+    Values that are valid alone but do not fit each other are not noticed here.
 
     A file that was found in the working directory, and not named, may be a stranger's. Until it is trusted
     (`cachecraft trust`), its keys that load a model, send data, open a port or decide who shares chunk-caches
     (`trust.needs_trust`) have no effect: they are in `ignored`, and one warning is logged.
 
     Args:
-        path: the file; None: the file named by `CACHECRAFT_SETTINGS`, or `cachecraft.toml` in the working directory if
-            it exists. A relative `store` or `remote.key_file` in it is relative to its folder; folders named by `model`
-            and `embeddings` are relative to the working directory.
+        path: the file; None: see `settings_file`. A relative `store` or `remote.key_file` in it is relative to its
+            folder; folders named by `model` and `embeddings` are relative to the working directory.
         environment: variables; None: those of the process.
-        flags: keys of `known_settings` with the values of a command's flags; leave out flags that were not given,
-            because None counts as a value. A text is read as that of a variable.
-        defaults: defaults of a command; they replace those of the dataclasses. Neither keys nor values are checked.
-
-    Raises:
-        ConfigError: the file is missing or cannot be read, or is not valid TOML; a key of the file is unknown, or a
-            variable that begins with "CACHECRAFT_"; or a value is wrong. It names file, variable or flag, and key.
-            Values that are valid alone but do not fit each other are not noticed here.
-        KeyError: a key in `flags` is not in `known_settings`, which is a mistake of the program.
+        flags: keys with the values of a command's flags; leave out flags that were not given, because None counts as a
+            value. A text is read as that of a variable.
+        defaults: defaults of a command in place of those of the dataclasses. Neither keys nor values are checked.
     """
     environment = os.environ if environment is None else environment
     file = settings_file(path, environment)
@@ -525,16 +477,9 @@ def flag_of(key: str) -> str:
 def settings_file(
     path: str | os.PathLike[str] | None, environment: Mapping[str, str]
 ) -> Path | None:
-    """Return the file that `load_settings` reads; None if none is named and the working directory has none.
+    """Return the named file, that of `CACHECRAFT_SETTINGS`, or `cachecraft.toml` in the working directory.
 
-    A named path is returned as it was given; that of `cachecraft.toml` is absolute. The file is not read.
-
-    Args:
-        path: the file; None or "": the file named by `CACHECRAFT_SETTINGS` unless that is empty, or `cachecraft.toml`
-            in the working directory.
-        environment: variables of the process.
-
-    Raises ConfigError if `path` or the variable names a file that does not exist, or is not a path.
+    None if none is named and the last is missing. ConfigError for a named file that does not exist.
     """
     named = path or environment.get(FILE_VARIABLE) or None
     if named is not None:
@@ -549,7 +494,7 @@ def settings_file(
 
 
 def _key_of(variable: str, known: Mapping[str, KnownKey]) -> str | None:
-    """Return the key of a variable; None for variables that Kubernetes adds. Raises ConfigError."""
+    """Return the key of a variable; None for variables that Kubernetes adds."""
     names = {PREFIX + key.replace(".", "_").upper(): key for key in (*known, *_ALIASES)}
     if variable not in names and _SERVICE_LINK.fullmatch(variable):
         return None
@@ -564,11 +509,7 @@ def _own_file() -> Path | None:
 
 
 def _of_file(file: Path, known: Mapping[str, KnownKey], *, is_own: bool) -> list[_Given]:
-    """Return the settings of a file. Raises ConfigError.
-
-    Args:
-        is_own: the user wrote or named this file; otherwise it needs trust.
-    """
+    """Return the settings of a file, which needs trust unless the user wrote or named it (`is_own`)."""
     try:
         content = file.read_bytes()
     except OSError as error:
@@ -596,7 +537,7 @@ def _of_file(file: Path, known: Mapping[str, KnownKey], *, is_own: bool) -> list
 
 
 def _flat_settings(file: Path, content: bytes) -> dict[str, object]:
-    """Return key → value of a file's text, with dots after tables. Raises ConfigError."""
+    """Return key → value of a file's text, with dots after tables."""
     try:
         tables = tomllib.loads(content.decode("utf-8"))
     except UnicodeDecodeError as error:

@@ -34,7 +34,7 @@ Trust = Literal["trusted", "changed", "missing"]
 
 
 def config_folder() -> Path:
-    """Return the user's own folder for settings and trust; it need not exist. Raises nothing."""
+    """Return the user's own folder for settings and trust; it need not exist."""
     from platformdirs import user_config_path  # here, so that importing this module costs nothing
 
     return user_config_path("cachecraft-rag", appauthor=False)
@@ -84,7 +84,7 @@ class TrustRecord:
 
 
 def is_trusted(file: Path, content: bytes) -> bool:
-    """Return True if the user trusted this content of this file. Raises nothing."""
+    """Return True if the user trusted this content of this file."""
     place = _place(file)
     try:
         record = _read(_record_file(place))

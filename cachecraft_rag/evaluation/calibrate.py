@@ -63,8 +63,6 @@ class CalibrationSettings:
     origin         a name of `origins.CONDITIONS` except "stream": every α must find the same chunk-caches
     answer_tokens  longest answer, in tokens
     seed           of the origin prefixes and of `halves`
-
-    Raises ConfigError for an unknown metric or origin, the origin "stream", and a number out of range.
     """
 
     quality: float = 0.95
@@ -91,10 +89,7 @@ class CalibrationSettings:
             raise ConfigError(f"answers need 1 token or more, not {self.answer_tokens}")
 
     def require(self, dataset: Dataset) -> None:
-        """Raise ConfigError if there are no questions, or if the metric is f1 and a question has no gold answer.
-
-        Returns None otherwise.
-        """
+        """Raise ConfigError if there are no questions, or if the metric is f1 and a question has no gold answer."""
         if not dataset.questions:
             raise ConfigError("there are no questions to calibrate on; raise --limit")
         without = sum(not question.answers for question in dataset.questions)
@@ -123,10 +118,7 @@ class Calibrated:
 
     @property
     def held(self) -> bool:
-        """True if the lower end of the chosen α's interval reaches the quality.
-
-        False if that of no α that was tried does; then the largest of `ALPHAS` was chosen.
-        """
+        """True if the lower end of the chosen α's interval reaches the quality; else the largest was chosen."""
         return self.calibration.low >= self.calibration.quality
 
     @property
@@ -139,7 +131,7 @@ def smallest_that_holds(alphas: Sequence[float], holds: Callable[[float], bool])
     """Return the smallest of the ascending α that holds, found by bisection; the last one, untried, if no other holds.
 
     Assumes that α holds wherever a smaller one does. If noise breaks the assumption, every α that was tried above the
-    answer still holds. Raises IndexError without an α, and the errors of `holds`.
+    answer still holds.
 
     >>> smallest_that_holds((0.1, 0.2, 0.5, 1.0), lambda alpha: alpha >= 0.3)
     0.5
@@ -158,11 +150,7 @@ def smallest_that_holds(alphas: Sequence[float], holds: Callable[[float], bool])
 def halves(dataset: Dataset, *, seed: int) -> tuple[Dataset, Dataset]:
     """Return the questions in two parts, drawn by the seed; the first has one more if the number is odd.
 
-    The parts are new datasets of the same name, with their questions in random order. Both keep all documents, so that
-    origin prefixes stay the same. The dataset itself is unchanged.
-
-    Raises:
-        ConfigError: there are fewer than two questions.
+    Both keep all documents, so that origin prefixes stay the same. ConfigError for fewer than two questions.
     """
     questions = list(dataset.questions)
     if len(questions) < 2:
@@ -185,34 +173,16 @@ def calibrate(
 
     The bound is the lower end of a bootstrap interval over questions. It holds for the mean over questions like those
     of the validation set; single answers vary more. Trying several α costs some of the confidence. Quality grows with
-    α, so a bisection tries about four of the ten. Full prefill answers each question once. The chunks of the questions
-    are captured in the engine's store; the calibration itself is not saved (`save_calibration`).
+    α, so a bisection tries about four of the ten. The calibration itself is not saved (`save_calibration`). If no α
+    holds, the largest is returned.
 
     Args:
         engine: from `runner.open_engine`, with an empty store; its config says how tokens are selected.
         dataset: the questions to calibrate on.
         settings: the quality to keep.
-        folder: of the measurements, from which a stopped calibration resumes; None keeps them in memory only. It is
-            created if missing; measurements in it with other settings, or damaged ones, are discarded.
-        progress: called with the number of measurements so far and in all; None: never.
-
-    Returns:
-        The smallest α that holds, and the results of all that were tried. If none holds, the largest of `ALPHAS`: see
-        `Calibrated.held`.
-
-    Raises:
-        ConfigError: there are no questions, or some lack the gold answers that f1 needs; this data cannot provide the
-            origin condition; full prefill's F1 is 0; the folder cannot be written; or the package rouge-score, of the
-            extra `eval`, is missing.
-        ContextLengthError: a question with its passages, or a chunk to capture, does not fit the model's context.
-        StoreError: the store is closed or cannot be written.
-        OSError: a measurement or the settings cannot be written, such as on a full disk.
-        UnsupportedModelError: a layer of the model does something that its survey did not show.
-        BusyError, WaitTimeoutError: other requests keep the engine busy.
-        ForkError: this process is a fork of the one that made the engine.
-        RuntimeError, MemoryError: the model fails, such as torch without memory.
-
-    Exceptions of `progress` pass.
+        folder: of the measurements, from which a stopped calibration resumes; None keeps them in memory only.
+            Measurements in it with other settings, or damaged ones, are discarded.
+        progress: called with the number of measurements so far and in all.
     """
     tries = math.ceil(math.log2(len(ALPHAS))) + 1
     with Validation(
@@ -254,30 +224,7 @@ def check(
     folder: Path | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> Point:
-    """Measure an α on questions it was not calibrated on; return its result.
-
-    Args:
-        engine: as in `calibrate`; the chunks of the questions are captured in its store.
-        dataset: the questions.
-        settings: metric, origin, length of answers and seed; `quality` is not used.
-        alpha: the α.
-        folder: of the measurements, as in `calibrate`.
-        progress: as in `calibrate`.
-
-    Raises:
-        ConfigError: there are no questions, or some lack the gold answers that f1 needs; α is out of range; this data
-            cannot provide the origin condition; full prefill's F1 is 0; the folder cannot be written; or the package
-            rouge-score, of the extra `eval`, is missing.
-        ContextLengthError: a question with its passages, or a chunk to capture, does not fit the model's context.
-        StoreError: the store is closed or cannot be written.
-        OSError: a measurement or the settings cannot be written, such as on a full disk.
-        UnsupportedModelError: a layer of the model does something that its survey did not show.
-        BusyError, WaitTimeoutError: other requests keep the engine busy.
-        ForkError: this process is a fork of the one that made the engine.
-        RuntimeError, MemoryError: the model fails, such as torch without memory.
-
-    Exceptions of `progress` pass.
-    """
+    """Measure an α on questions it was not calibrated on; the arguments are those of `calibrate`."""
     with Validation(engine, dataset, settings, folder=folder, progress=progress) as validation:
         point = validation.at(alpha)
         validation.finish()
@@ -287,12 +234,7 @@ def check(
 class Validation(Closeable):
     """Measures one α after another over the same chunk-caches and against the same answers of full prefill.
 
-    Args:
-        passes: the number of α expected, for the total of the progress.
-        folder: see `calibrate`.
-
-    Raises ConfigError if there are no questions, some lack the gold answers that f1 needs, or the folder cannot be
-    written, and OSError if the settings cannot be written into it, such as on a full disk.
+    `passes` is the number of α expected, for the total of the progress; for `folder` see `calibrate`.
     """
 
     def __init__(
@@ -327,11 +269,7 @@ class Validation(Closeable):
         self._run.total = len(dataset.questions) * passes
 
     def close(self) -> None:
-        """Close the file of measurements, if there is one. A second call does nothing.
-
-        Raises OSError if a measurement that could not be written before still cannot, such as on a full disk; the file
-        is closed then too.
-        """
+        """Close the file of measurements, also if one that could not be written before still cannot (OSError)."""
         if self._log is not None:
             self._log.close()
 
@@ -341,18 +279,10 @@ class Validation(Closeable):
         return tuple(self._points[alpha] for alpha in sorted(self._points))
 
     def at(self, alpha: float) -> Point:
-        """Return the result of this α, measured on the first call; later calls return the same object.
+        """Return the result of this α, measured on the first call.
 
-        The first call answers each question once with this α, and the first α also with full prefill. Measurements that
-        the folder has already are not repeated.
-
-        Raises ConfigError if the metric is f1 and full prefill answers no question, if this data cannot provide the
-        origin condition, if α is out of range, or if the package rouge-score is missing; ContextLengthError if a
-        question with its passages, or a chunk to capture, does not fit the model's context; StoreError if the store is
-        closed or cannot be written; OSError if a measurement cannot be written; ValueError after `close` if there is a
-        file of measurements; UnsupportedModelError, RuntimeError or MemoryError if the model fails; BusyError or
-        WaitTimeoutError if other requests keep the engine busy; and ForkError in a fork of the engine's process.
-        Exceptions of `progress` pass.
+        That answers each question once with this α, and the first α also with full prefill. Measurements that the
+        folder has already are not repeated. ConfigError if the metric is f1 and full prefill answers no question.
         """
         if alpha not in self._points:
             self._run.total = max(self._run.total, len(self._questions) * (len(self._points) + 1))

@@ -56,17 +56,11 @@ class Dataset:
         }
 
     def document_of(self, chunk_id: str) -> tuple[Chunk, ...]:
-        """Return all passages of this passage's document, in its order, this one included.
-
-        Raises KeyError if no document has a passage with this chunk id.
-        """
+        """Return all passages of this passage's document, in its order, this one included."""
         return self.documents[self._places[chunk_id][0]]
 
     def neighbours(self, chunk_id: str) -> tuple[Chunk, ...]:
-        """Return the passages before this one in its document, in order; empty for the first one.
-
-        Raises KeyError if no document has a passage with this chunk id.
-        """
+        """Return the passages before this one in its document, in order; empty for the first one."""
         number, place = self._places[chunk_id]
         return self.documents[number][:place]
 
@@ -83,31 +77,13 @@ def load_dataset(
 ) -> Dataset:
     """Draw `limit` questions (None = all) with `passages` chunks each from a file in any format that `read` knows.
 
-    The questions are in a random order, drawn by the seed. If the file has fewer questions than `limit`, all are drawn.
-    An id that occurs again gets "#2", "#3" … at its end. The name of the dataset is that of the file without its
-    ending. Its documents are those of the drawn questions, and up to `OTHER_DOCUMENTS` others. The passages that hold
-    the answer are always included, even if they are more than `passages`; of a retriever's own list only as many as
-    `passages`. The others are drawn from the same document or question, and from other documents only if there are too
-    few (never for summaries and for a retriever's own lists, which may have fewer). Passages longer than about
-    `chunk_tokens` tokens are split. A question's passages and their order depend on the seed and the question, not on
-    the limit. (Only if the file has more than `OTHER_DOCUMENTS` other documents, they depend on the limit too, because
-    only that many are kept.)
-
-    Args:
-        path: the file.
-        format: name of its format; None: recognised from the first record.
-        passages: chunks of a question, at least 1.
-        limit: number of questions, at least 1; None = all.
-        seed: of all draws.
-        chunk_tokens: longest passage, in tokens of about 4 bytes; None: `QuestionFile.passage_tokens`, 512 as a rule.
-        read: reads the file.
-
-    Raises:
-        ConfigError: `passages` or `limit` is below 1, no format has that name, or a passage must be split and
-            `chunk_tokens` is below 16.
-        DocumentError: the file cannot be read, is in no known format, is malformed, or holds no questions.
-
-    Other errors of `read` pass.
+    The questions are in a random order, drawn by the seed; an id that occurs again gets "#2", "#3" …. Documents are
+    those of the drawn questions, and up to `OTHER_DOCUMENTS` others. The passages that hold the answer are always
+    included, even if they are more than `passages`; of a retriever's own list only as many as `passages`. The others
+    are drawn from the same document or question, and from other documents only if there are too few (never for
+    summaries and for a retriever's own lists). Passages longer than about `chunk_tokens` tokens of 4 bytes (None:
+    `QuestionFile.passage_tokens`) are split. A question's passages and their order depend on the seed and the question,
+    not on the limit, unless the file has more than `OTHER_DOCUMENTS` others.
     """
     source = read(path, format)
     if chunk_tokens is not None:
@@ -118,17 +94,7 @@ def load_dataset(
 def handbook_dataset(*, passages: int, limit: int | None, seed: int) -> Dataset:
     """Return the sample handbook's questions over its pages, in pieces of two sections; without gold answers.
 
-    The questions are in a random order, drawn by the seed.
-
-    Args:
-        passages: chunks of a question, at least 1; the piece that holds the answer is among them.
-        limit: number of questions, at least 1; None = all, and all if there are fewer.
-        seed: of all draws.
-
-    Raises:
-        ConfigError: `passages` or `limit` is below 1.
-        CacheCraftError: the installation lacks the handbook.
-        OSError: a page or the file of questions cannot be read.
+    The order is random. The piece that holds the answer is among the `passages` of a question.
     """
     builder = SourceBuilder()
     pages = {}

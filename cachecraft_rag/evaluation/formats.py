@@ -64,11 +64,7 @@ class SourceBuilder:
         self._questions: list[SourceQuestion] = []
 
     def place(self, document: str, text: str) -> Place:
-        """Return the place of the passage with this text; a new passage is appended to the document.
-
-        A new document follows the others. The place is (number of the document, number of the passage in it), both from
-        0. The same text in another document has another place.
-        """
+        """Return (document, passage) numbers from 0 of this text in this document; it is appended if new."""
         number, passages = self._documents.setdefault(document, (len(self._documents), {}))
         return number, passages.setdefault(text, len(passages))
 
@@ -77,11 +73,7 @@ class SourceBuilder:
         self._questions.append(question)
 
     def source(self, *, passage_tokens: int = PASSAGE_TOKENS) -> QuestionFile:
-        """Return all documents and questions so far, in the order in which they were added; () for either without any.
-
-        Args:
-            passage_tokens: length in tokens above which passages are split later.
-        """
+        """Return all documents and questions so far; passages of more than `passage_tokens` are split later."""
         documents = tuple(
             SourceDocument(name, tuple(texts)) for name, (_, texts) in self._documents.items()
         )
@@ -121,28 +113,19 @@ class JsonRecord:
         return value
 
     def text(self, name: str) -> str:
-        """Return a text that is not blank, stripped.
-
-        Raises DocumentError, with the place in the file, if it is missing, no text or blank.
-        """
+        """Return a text that is not blank, stripped."""
         text = self._field(name, str, "a text").strip()
         if not text:
             raise DocumentError(f'{self.where}: "{name}" is blank. Fix or remove that entry.')
         return text
 
     def label(self, name: str, default: str) -> str:
-        """Return an identifier, a text or a whole number, as text; the text is not stripped. Raises nothing.
-
-        Returns the default if the field is missing, blank, or of another type, such as a number with a decimal point.
-        """
+        """Return an identifier, a text or a whole number, as text; the default if it is missing or another type."""
         value = self.fields.get(name)
         return str(value) if isinstance(value, str | int) and str(value).strip() else default
 
     def texts(self, name: str, *, optional: bool = False) -> list[str]:
-        """Return a list of texts as they are, blank ones too; empty if it is optional and missing or null.
-
-        Raises DocumentError, with the place in the file, if it is missing, no list, or holds anything but texts.
-        """
+        """Return a list of texts as they are, blank ones too; empty if it is optional and missing or null."""
         if optional and self.fields.get(name) is None:
             return []
         values: list[object] = self._field(name, list, "a list of texts")
@@ -152,10 +135,7 @@ class JsonRecord:
         return [items._field(item, str, "a text") for item in items.fields]
 
     def records(self, name: str) -> list[JsonRecord]:
-        """Return the list of objects in the field `name`, as records; [] for an empty list.
-
-        Raises DocumentError, with the place in the file, if it is missing, no list, or holds anything but objects.
-        """
+        """Return the list of objects in the field `name`, as records."""
         values: list[object] = self._field(name, list, "a list of objects")
         return [
             as_record(value, f"{self.where}, {name} {place}")
@@ -163,10 +143,7 @@ class JsonRecord:
         ]
 
     def record(self, name: str) -> JsonRecord:
-        """Return the object in the field `name`, as another record.
-
-        Raises DocumentError, with the place in the file, if it is missing, null or no object.
-        """
+        """Return the object in the field `name`, as another record."""
         return JsonRecord(f"{self.where}, {name}", self._field(name, dict, "an object"))
 
 
@@ -183,13 +160,8 @@ def as_record(value: object, where: str) -> JsonRecord:
 def read_records(path: Path) -> list[JsonRecord]:
     """Return the file's records: lines of JSON lines, a JSON list's entries, or one whole JSON object.
 
-    A file whose name ends in .jsonl or .ndjson is read line by line, so a list or an object over several lines is
-    refused there. Any other file is read as one JSON text, and as JSON lines if only its first line alone is JSON.
-    The list is empty only for the JSON list [].
-
-    Raises:
-        DocumentError: the file cannot be read, is empty, or is malformed; the message names the line, or the list's
-            entry, if there is one.
+    A file whose name ends in .jsonl or .ndjson is read line by line; any other file as one JSON text, and as JSON lines
+    if only its first line alone is JSON. DocumentError names the line, or the list's entry.
     """
     try:
         text = path.read_text(encoding="utf-8-sig")
@@ -246,7 +218,7 @@ def _lines(path: Path, text: str) -> Iterator[JsonRecord]:
 
 
 def is_squad(record: JsonRecord) -> bool:
-    """Return True for SQuAD's format, judged by a file's first record. Raises nothing.
+    """Return True for SQuAD's format, judged by a file's first record.
 
     It is `data` → `paragraphs` → `context`, `qas`; or one row per question with `context`, `question` and `answers`.
     """
@@ -263,8 +235,7 @@ def read_squad(records: Sequence[JsonRecord]) -> QuestionFile:
     """Read questions in SQuAD's format.
 
     The passages of a question are the paragraphs of its article; unanswerable questions have no answers. Articles with
-    the same title are one document. A question without an id gets its number in the file, from 1. Without records the
-    result has no documents and no questions. Raises DocumentError for a record that is not in the format.
+    the same title are one document. A question without an id gets its number in the file, from 1.
     """
     builder = SourceBuilder()
     # article, paragraph, question, answers
@@ -324,19 +295,15 @@ EXAMPLE = '{"question": "…?", "passages": ["…", "…"], "answers": ["…"], 
 
 
 def is_own(record: JsonRecord) -> bool:
-    """Return True for this package's own format: a record with `question` and `passages`, of any type.
-
-    Raises nothing.
-    """
+    """Return True for this package's own format: a record with `question` and `passages`, of any type."""
     return {"question", "passages"} <= record.fields.keys()
 
 
 def read_own(records: Sequence[JsonRecord]) -> QuestionFile:
-    """Read questions in this package's own format. The passages keep their order; some fields are optional.
+    """Read questions in this package's own format. The passages keep their order.
 
     Optional are `answers`, `id` (by default the number of the record, from 1) and `document`. Blank and repeated
-    passages are left out. Without records the result has no documents and no questions. Raises DocumentError for a line
-    that is not in the format, or has no passage that is not blank.
+    passages are left out.
 
     `document` names the document of all passages of the line, in the document's order. Without it each passage counts
     as a separate document, because passages next to each other in a retriever's list are rarely so in a document.
@@ -396,19 +363,9 @@ def read_source(
     formats: Sequence[Format] = FORMATS,
     read: Callable[[Path], list[JsonRecord]] = read_records,
 ) -> QuestionFile:
-    """Read a file of questions, and return its documents and questions; there is at least one question.
+    """Read a file of questions in the named format, by default the first of `formats` that recognises it.
 
-    Args:
-        path: the file.
-        format: name of its format; None: the first of `formats` that recognises the first record.
-        formats: the formats to choose from.
-        read: returns the file's records.
-
-    Raises:
-        ConfigError: no format has that name; the file is not read then.
-        DocumentError: the file cannot be read, is in no known format, is malformed, or holds no questions.
-
-    Other errors of `read` pass.
+    DocumentError if it is in no known format or holds no questions.
     """
     known = "; ".join(f"{entry.name} ({entry.description})" for entry in formats)
     if format is not None and format not in {entry.name for entry in formats}:

@@ -30,19 +30,7 @@ class Interval:
 def mean_interval(
     values: ArrayLike, *, resamples: int = RESAMPLES, seed: int = 0, level: float = 0.95
 ) -> Interval:
-    """Return the mean over questions and its interval, from one value per question.
-
-    The same arguments always give the same interval.
-
-    Args:
-        values: one number for each question, `[questions]`; bools count as 0 and 1.
-        resamples: number of bootstrap resamples, at least 1.
-        seed: of the resamples, 0 or more.
-        level: share of the resamples that the interval holds, 0 to 1.
-
-    Raises:
-        ValueError: there are no values, or not one per question; one is not a finite number; or `resamples`, `seed` or
-            `level` is out of range (a `level` from -1 to 0 is not noticed).
+    """Return the mean over questions, `[questions]`, and its interval of `level`; the same each time.
 
     >>> mean_interval([2.0, 2.0, 2.0])
     Interval(mean=2.0, low=2.0, high=2.0)
@@ -54,15 +42,7 @@ def mean_interval(
 def paired_interval(
     a: ArrayLike, b: ArrayLike, *, resamples: int = RESAMPLES, seed: int = 0, level: float = 0.95
 ) -> Interval:
-    """Return the mean of a − b over questions that both methods answered, and its interval.
-
-    Args:
-        a, b: one number of each method for each question, `[questions]`, in the same order of questions.
-        resamples, seed, level: as in `mean_interval`.
-
-    Raises:
-        ValueError: there are no values, one is not a finite number, the two are not equally many, or `resamples`,
-            `seed` or `level` is out of range.
+    """Return the mean of a − b, in the same order of questions, and its interval.
 
     >>> paired_interval([3.0, 8.0], [2.0, 7.0])  # the questions differ, the methods' difference does not
     Interval(mean=1.0, low=1.0, high=1.0)
@@ -73,8 +53,6 @@ def paired_interval(
 
 def share_interval(hits: int, count: int) -> Interval:
     """Return a share and its 95 % score interval (Wilson, 1927), which also holds for few questions, and for 0 and 1.
-
-    Raises ValueError if `count` is 0 or negative, or if `hits` is negative or above `count`.
 
     >>> round(share_interval(0, 19).high, 3), round(share_interval(4, 24).low, 3)
     (0.168, 0.067)
@@ -97,17 +75,9 @@ def share_interval(hits: int, count: int) -> Interval:
 def ratio_interval(
     a: ArrayLike, b: ArrayLike, *, resamples: int = RESAMPLES, seed: int = 0, level: float = 0.95
 ) -> Interval:
-    """Return mean(a) / mean(b) over questions that both methods answered; the two are resampled together.
+    """Return mean(a) / mean(b), in the same order of questions; both are resampled together.
 
     Resamples whose mean of b is 0 have no ratio and are left out.
-
-    Args:
-        a, b: one number of each method for each question, `[questions]`, in the same order of questions.
-        resamples, seed, level: as in `mean_interval`.
-
-    Raises:
-        ValueError: there are no values, one is not a finite number, the two are not equally many, the mean of b is 0,
-            or `resamples`, `seed` or `level` is out of range.
 
     >>> ratio_interval([1.0, 4.0], [2.0, 8.0])
     Interval(mean=0.5, low=0.5, high=0.5)

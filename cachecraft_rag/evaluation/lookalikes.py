@@ -40,10 +40,7 @@ class LookalikeQuestion:
 
 
 def lookalikes_folder() -> Path:
-    """Return the folder with the pages, from a checkout and from an installed wheel alike.
-
-    Raises CacheCraftError if the installation lacks it; its files are not checked.
-    """
+    """Return the folder with the pages, from a checkout and from an installed wheel alike."""
     spec = util.find_spec(f"cachecraft_rag.{NAME}")
     if spec is None or spec.origin is None:
         raise CacheCraftError(
@@ -53,10 +50,7 @@ def lookalikes_folder() -> Path:
 
 
 def lookalikes_pages() -> dict[str, str]:
-    """Return the stripped text of each page by its path in the set, such as `bicycles/brenlow-20.md`, in that order.
-
-    Raises CacheCraftError if the installation lacks the set.
-    """
+    """Return the stripped text of each page by its path in the set, such as `bicycles/brenlow-20.md`, in that order."""
     folder = lookalikes_folder()
     return {
         path.relative_to(folder).as_posix(): path.read_text(encoding="utf-8").strip()
@@ -65,10 +59,7 @@ def lookalikes_pages() -> dict[str, str]:
 
 
 def lookalikes_questions() -> list[LookalikeQuestion]:
-    """Return all questions of both halves, in the order of their file.
-
-    Raises CacheCraftError if the installation lacks the set.
-    """
+    """Return all questions of both halves, in the order of their file."""
     entries = json.loads((lookalikes_folder() / ".questions.json").read_text(encoding="utf-8"))
     asked: Counter[str] = Counter()
     questions = []
@@ -94,23 +85,11 @@ def lookalikes_dataset(
     limit: int | None,
     seed: int,
 ) -> Dataset:
-    """Draw `limit` questions (None = all) of a half or of both, in random order; all if there are fewer.
+    """Draw `limit` questions (None = all) of a half, "tune" or "confirm", or of both, in random order.
 
-    Each page is one document of one chunk, and all pages are documents of the dataset.
-
-    The passages of a question are its own page and the pages of the same domain that are most similar to the question
-    (cosine of TF-IDF vectors). They are in the order of their similarity, the most similar last, and depend on the
-    question and on `passages` alone.
-
-    Args:
-        half: "tune" or "confirm"; None = both.
-        passages: most passages of a question, its own page included, at least 1; fewer if its domain has fewer pages.
-        limit: number of questions, at least 1; None = all.
-        seed: of the draw of questions.
-
-    Raises:
-        ConfigError: no half has that name, or `passages` or `limit` is below 1.
-        CacheCraftError: the installation lacks the set.
+    Each page is one document of one chunk. The passages of a question are its own page and the pages of the same domain
+    that are most similar to the question (cosine of TF-IDF vectors). They are in the order of their similarity, the
+    most similar last, and depend on the question and on `passages` alone.
     """
     if half is not None and half not in HALVES:
         raise ConfigError(
@@ -147,13 +126,7 @@ def passages_of(
 ) -> list[str]:
     """Return the paths of a question's passages in prompt order: the most similar last.
 
-    They are at most `count` pages of the question's domain, always with its own page if `pages` has it; [] if `pages`
-    has no page of that domain. Among pages that are equally similar, the first by path counts as the more similar.
-
-    Args:
-        question: the question.
-        pages: path → text of each page.
-        count: most passages, at least 1; not checked.
+    They are at most `count` of `pages` (path → text) in its domain, always with its own page.
     """
     domain = question.page.partition("/")[0]
     candidates = {page: text for page, text in pages.items() if page.startswith(f"{domain}/")}
@@ -167,8 +140,8 @@ def passages_of(
 def similarities(query: str, texts: Mapping[str, str]) -> dict[str, float]:
     """Return name → cosine similarity (0 to 1) of the query to each text, over TF-IDF vectors of words.
 
-    0 for a text that shares no word with the query; {} without texts. Words are those of `normalised_words`, and their
-    rarity is that among the given texts. It needs no model, so all models under test get the same passages.
+    Words are those of `normalised_words`, and their rarity is that among the given texts. It needs no model, so all
+    models under test get the same passages.
 
     >>> found = similarities("red bicycle", {"a": "a red bicycle", "b": "a red car", "c": "a boat"})
     >>> found["a"] > found["b"] > found["c"]
@@ -197,9 +170,7 @@ def _unit_vector(count: Mapping[str, int], rarity: WordWeights) -> WordWeights:
 
 
 def parse_name(text: str) -> tuple[bool, str | None]:
-    """Return True if the text names this test set, and the half after the colon, unchecked; None without a colon.
-
-    The half is "" if nothing follows the colon. For any other text it returns False and None.
+    """Return whether the text names this test set, and the half after a colon, unchecked.
 
     >>> parse_name("lookalikes"), parse_name("lookalikes:tune"), parse_name("squad.json")
     ((True, None), (True, 'tune'), (False, None))

@@ -84,21 +84,13 @@ METHODS: Mapping[str, Method] = MappingProxyType(
 
 
 def methods_named(names: Sequence[str], known: Mapping[str, Method] = METHODS) -> list[Method]:
-    """Return the methods with these names, in the given order, each once; [] without names.
-
-    Args:
-        names: names of methods.
-        known: name → method.
-
-    Raises:
-        ConfigError: a name is unknown; the message lists the known ones.
-    """
+    """Return the methods with these names, in the given order, each once."""
     check_names(names, known, what="method", hints=_OFTEN_TRIED)
     return [known[name] for name in dict.fromkeys(names)]
 
 
 def label(method: str, ratio: float | None) -> str:
-    """Return the name of a method at a ratio in reports; the method's name alone without a ratio.
+    """Return the name of a method at a ratio in reports.
 
     >>> label("default", 0.15), label("full_cache", None)
     ('default@0.15', 'full_cache')
@@ -125,11 +117,7 @@ class Trial:
 
     @property
     def config(self) -> ReuseConfig:
-        """Settings of the engine for this trial, as its method makes them from the ratio.
-
-        If the method takes a ratio and the trial has none, they leave it open (`recompute_ratio` None). Raises
-        ConfigError for a ratio outside 0 to 1 of a method that takes one.
-        """
+        """Settings of the engine for this trial; they leave the ratio open if the method takes one and has none."""
         config = self.method.config(self.ratio or 0.0)
         if self.method.takes_ratio and self.ratio is None:
             return replace(config, recompute_ratio=None)
@@ -139,12 +127,7 @@ class Trial:
 def trials_of(methods: Sequence[Method], ratios: Sequence[float | None]) -> tuple[Trial, ...]:
     """Return each method at each ratio, or once if it takes no ratio. The ratio None is the engine's own choice.
 
-    The methods are in the given order; the ratios of each are ascending, each once, and None is the first. Returns ()
-    without methods.
-
-    Raises:
-        ConfigError: a method needs a ratio and `ratios` is empty; a ratio is not above 0 and at most 1, even if no
-            method takes one; or a method with a preparation, which needs a number, gets None.
+    The methods are in the given order; the ratios of each are ascending, each once, and None is the first.
     """
     numbers = {ratio for ratio in ratios if ratio is not None}
     if any(not 0 < ratio <= 1 for ratio in numbers):
@@ -207,10 +190,7 @@ class Record:
 
     @property
     def is_near_tie(self) -> bool:
-        """True if `margin` is below `NEAR_TIE`: full prefill's two likeliest tokens nearly tie where answers depart.
-
-        False if they do not depart.
-        """
+        """True if full prefill's two likeliest tokens nearly tie where answers depart (`margin`)."""
         return self.margin is not None and self.margin < NEAR_TIE
 
     @property
@@ -239,21 +219,9 @@ class Reference:
 
 
 def reference_of(engine: Engine, question: EvaluationQuestion, *, answer_tokens: int) -> Reference:
-    """Answer greedily with full prefill (FULL-RECOMP), reuse and capture nothing, and return the answer.
+    """Answer greedily with full prefill (FULL-RECOMP), reuse and capture nothing.
 
-    Args:
-        engine: opened with `best_last=False`, because a question's passages are in prompt order already.
-        question: the question with its passages.
-        answer_tokens: longest answer, in tokens, at least 1.
-
-    Raises:
-        ConfigError: the question is empty, `answer_tokens` is below 1, or the chat template fails at the question.
-        ContextLengthError: question and answer do not fit the model's context.
-        BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
-        StoreError: the store is closed.
-        ForkError: this process is a fork of the one that made the engine.
-        UnsupportedModelError: a layer of the model does something that its survey did not show.
-        RuntimeError, MemoryError: the model fails, such as torch without memory.
+    The engine is opened with `best_last=False`: passages are in prompt order already.
     """
     answer = engine.score_answer(
         question.text, question.passages, max_new_tokens=answer_tokens, config=_FULL
@@ -262,22 +230,9 @@ def reference_of(engine: Engine, question: EvaluationQuestion, *, answer_tokens:
 
 
 def measure(engine: Engine, reference: Reference, trial: Trial) -> Record:
-    """Answer with one method over the store as it is, compare with the reference, and return the result.
+    """Answer with one method over the store as it is, and compare with the reference of the same engine.
 
-    Uses of chunk-caches are counted in the store; chunks are captured only if the method's settings say so, and those
-    of `METHODS` do not.
-
-    Args:
-        engine: the one that made the reference.
-        reference: full prefill's answer to the question.
-        trial: the method, at its recompute ratio.
-
-    Raises:
-        ConfigError: the trial's ratio is out of range, the package rouge-score is missing, or as `reference_of`.
-        ContextLengthError, BusyError, WaitTimeoutError, StoreError, ForkError, UnsupportedModelError, RuntimeError,
-            MemoryError: as `reference_of`.
-
-    Errors of the method's preparation pass.
+    Uses of chunk-caches are counted; chunks are captured only if the method says so, and `METHODS` do not.
     """
     question = reference.question
     full = reference.answer

@@ -8,16 +8,14 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from cachecraft_rag.errors import ConfigError
+from cachecraft_rag.checks import from_extra
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 def normalised_words(text: str) -> list[str]:
-    """Return the words of an answer as SQuAD's evaluation script compares them (Rajpurkar et al., 2016); [] for none.
-
-    Lower case, without ASCII punctuation, without a, an and the, split at white space, in this order.
+    """Return an answer's words as SQuAD's script compares them (Rajpurkar et al., 2016): no case, articles, signs.
 
     >>> normalised_words("The Rhine's  (upper) end, a lake.")
     ['rhines', 'upper', 'end', 'lake']
@@ -27,9 +25,7 @@ def normalised_words(text: str) -> list[str]:
 
 
 def squad_f1(prediction: str, golds: Sequence[str]) -> float:
-    """Return the F1 (0 to 1) of the two bags of words, the best over the gold answers (SQuAD's evaluation script, 2.0).
-
-    Two answers without words score 1; one with words and one without score 0. Raises ValueError without a gold answer.
+    """Return the F1 (0 to 1) of the two bags of words, the best over the gold answers (SQuAD's script, 2.0).
 
     >>> squad_f1("the tall red fox", ["a red fox"])  # precision 2/3, recall 2/2
     0.8
@@ -47,9 +43,7 @@ def _f1(words: list[str], gold: list[str]) -> float:
 
 
 def is_right(prediction: str, golds: Sequence[str]) -> bool:
-    """Return True if the answer holds one of the gold answers, in the words of `normalised_words`.
-
-    False without a gold answer, and for gold answers without words. Decimal points count: 10.9 is not 109.
+    """Return True if the answer holds one of the gold answers' `normalised_words`; 10.9 is not 109.
 
     >>> is_right("It was founded in 1815 by two brothers.", ["1815"]), is_right("In 18150.", ["1815"])
     (True, False)
@@ -84,10 +78,7 @@ def first_difference(reference: Sequence[int], other: Sequence[int]) -> int | No
 
 
 def margin_at(logits: Tensor, place: int) -> float | None:
-    """Return the difference of the two highest probabilities at a place of `[positions, vocabulary]`.
-
-    The probabilities are the softmax of the logits there. None if the logits end before that place; `place` counts from
-    0. Raises torch's RuntimeError for a vocabulary of one token.
+    """Return the difference of the two highest probabilities at a place of `[positions, vocabulary]`, if any.
 
     >>> import math, torch
     >>> round(margin_at(torch.tensor([[5.0, 5.0], [math.log(3.0), 0.0]]), 1), 3)  # ¾ − ¼
@@ -102,21 +93,16 @@ def margin_at(logits: Tensor, place: int) -> float | None:
 def rouge_l(reference: str, prediction: str) -> float:
     """Return the ROUGE-L F1 (0 to 1) of one answer against another, with stems (Lin, 2004; the package rouge_score).
 
-    Answers that are equal but for white space score 1, empty ones too, and the package is not needed for them. Its
-    tokenizer knows only a–z and 0–9, so answers in other scripts that differ score 0. Raises ConfigError if the package
-    is needed and not installed.
+    Answers that are equal but for white space score 1, empty ones too, and need no package. Its tokenizer knows only
+    a–z and 0–9, so answers in other scripts that differ score 0.
 
     >>> rouge_l("The cat sat on the mat", "the cats sat there")  # the cat sat: 3 of 6 words, and 3 of 4
     0.6
     """
     if reference.split() == prediction.split():
         return 1.0
-    try:
+    with from_extra("eval", "ROUGE-L"):
         from rouge_score.rouge_scorer import RougeScorer
-    except ImportError as error:
-        raise ConfigError(
-            "ROUGE-L needs the package rouge-score: pip install 'cachecraft-rag[eval]'."
-        ) from error
     return float(
         RougeScorer(["rougeL"], use_stemmer=True).score(reference, prediction)["rougeL"].fmeasure
     )
@@ -127,7 +113,7 @@ def divergence(reference_logits: Tensor, logits: Tensor) -> tuple[float, float]:
 
     Both logits are `[positions, vocabulary]` in any float type. Both results are means over positions; the log-softmax
     is in float64. A token that the reference rules out (logit −∞) adds nothing; one that only the method rules out
-    makes the divergence infinite. Raises ValueError if the shapes differ, are not two-dimensional, or have no position.
+    makes the divergence infinite.
 
     >>> import math, torch
     >>> even, uneven = torch.tensor([[0.0, 0.0]]), torch.tensor([[math.log(3.0), 0.0]])  # (½, ½) and (¾, ¼)

@@ -137,15 +137,8 @@ class Origins:
     def before(self, question: EvaluationQuestion) -> None:
         """Capture the chunks of a question that is measured next; with the origin "stream" do nothing.
 
-        An evaluation does not call it for a question that an earlier run has measured. Chunks that are stored already
-        are not captured again. With the origin "documents", the documents of the passages are primed, each once; chunks
-        that do not fit a pass are left out, and chunk-caches of chunks that no question asks for are removed again.
-
-        Raises ContextLengthError if the instruction, or with another origin than "documents" a chunk with it, does not
-        fit a pass; StoreError if the store is closed, or if it cannot be read or written when chunk-caches are removed;
-        ConfigError if the dataset has no unrelated chunks for the origin "unrelated" or the instruction is private;
-        KeyError, unless the origin is "alone", for a passage of no document of the dataset; ForkError in a fork of the
-        engine's process; and UnsupportedModelError, RuntimeError or MemoryError if the model fails.
+        Chunks that are stored already are not captured again. With the origin "documents", the documents of the
+        passages are primed, each once; chunks that do not fit a pass are left out.
         """
         if self.condition.primes_documents:
             for chunk in question.passages:
@@ -173,10 +166,7 @@ class Origins:
             self.engine.store.evict(RowFilter(chunk_ids=unused))
 
     def _similar_chunks(self, chunk: Chunk) -> list[Chunk]:
-        """Return the first chunks of other documents that are most similar to this chunk, best first.
-
-        Similarity is that of `similarities`, which needs no embedding model. `CacheCraft.prime` asks its index.
-        """
+        """Return other documents' first chunks most similar to this one, best first, without an embedding model."""
         firsts = {document[0].chunk_id: document[0] for document in self.dataset.documents}
         firsts.pop(chunk.chunk_id, None)
         similarity = similarities(chunk.text, {name: other.text for name, other in firsts.items()})
@@ -187,12 +177,7 @@ class Origins:
         """With captures left to the questions, ask this one with the default settings, which capture.
 
         Called after every question, also those of the warm-up and those that an earlier run has measured. The answer
-        ends with its first piece, and its captures are waited for without limit. With other origins it does nothing.
-
-        Raises ContextLengthError if question and answer do not fit the model's context, ConfigError for an empty
-        question or if the chat template fails at it, StoreError if the store is closed, BusyError or WaitTimeoutError
-        if other requests keep the engine busy, ForkError in a fork of the engine's process, and UnsupportedModelError,
-        RuntimeError or MemoryError if the model fails. A capture that cannot be stored is logged and raises nothing.
+        ends with its first piece, and its captures are waited for without limit.
         """
         if not self.condition.is_stream:
             return

@@ -87,23 +87,12 @@ class QualityReport:
     worst: tuple[Audit, ...]
 
     def as_dict(self) -> dict[str, object]:
-        """Return a new dict of plain values by field name, for JSON; groups, intervals and audits are dicts too.
-
-        Each of `worst` is the dict of `Audit.as_dict`. Raises nothing.
-        """
+        """Return plain values by field name, for JSON; each of `worst` is the dict of `Audit.as_dict`."""
         return asdict(self) | {"worst": [audit.as_dict() for audit in self.worst]}
 
 
 def summarise_audits(audits: Sequence[Audit], *, worst: int = WORST) -> QualityReport:
-    """Return the summary of audits, with groups in the order of their names; an empty one without audits.
-
-    Args:
-        audits: the audits, in any order.
-        worst: most answers that `QualityReport.worst` lists, 0 or more.
-
-    Raises ValueError if the KL divergence of an audit is not a finite number, or if all audits of a group have 0
-    tokens; an audit of an engine has at least 1.
-    """
+    """Return the summary of audits, in groups by name, with at most `worst` of the worst answers."""
     exact = sum(audit.exact for audit in audits)
     audits = [audit for audit in audits if not audit.exact]
     changed = [audit for audit in audits if not audit.is_same]

@@ -24,22 +24,17 @@ _SHOWN = 3  # differences in one message
 class RecordLog(Closeable):
     """The open file, for one process at a time; a second one is not kept out. Its name in the folder is `FILE`.
 
-    A file that holds no measurement yet takes the new settings.
+    A file that holds no measurement yet takes the new settings. ConfigError for a damaged file, or one with other
+    settings or of another version of this package.
 
     Args:
         folder: created if missing.
         settings: plain values, everything that the measurements depend on.
         restart: discard the measurements of an earlier evaluation.
-        discard_others: discard what would be refused: a damaged file, or one with other settings.
+        discard_others: discard what would be refused.
 
     Attributes:
         records: the measurements of the file, in its order, those of an earlier evaluation first.
-
-    Raises:
-        ConfigError: the folder holds an evaluation with other settings or by another version of this package, or a
-            damaged file, or it cannot be opened for writing.
-        OSError: the settings cannot be written, such as on a full disk.
-        TypeError: a value of `settings` cannot be written as JSON.
     """
 
     def __init__(
@@ -76,20 +71,12 @@ class RecordLog(Closeable):
             ) from error
 
     def append(self, record: Record) -> None:
-        """Add a measurement to the file and to `records`. It is not synced, but survives a killed process.
-
-        Half a surrogate pair in a text becomes "?" in the file. Raises OSError if it cannot be written, such as on a
-        full disk, and ValueError after `close`; `records` then lacks it.
-        """
+        """Add a measurement to the file and to `records`. It is not synced, but survives a killed process."""
         self._write(asdict(record))
         self.records.append(record)
 
     def close(self) -> None:
-        """Close the file. A second call does nothing.
-
-        Raises OSError if a record that could not be written before still cannot, such as on a full disk; the file is
-        closed then too.
-        """
+        """Close the file, also if a record that could not be written before still cannot (OSError)."""
         self._file.close()
 
     def _write(self, line: Mapping[str, object]) -> None:

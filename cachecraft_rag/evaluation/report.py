@@ -67,10 +67,7 @@ class Measure:
 
 
 def share(hits: int, count: int) -> Estimate | None:
-    """Return a share of questions with its interval; None if `count` is 0.
-
-    Raises ValueError if `hits` is negative or above `count`.
-    """
+    """Return a share of questions with its interval; None if `count` is 0."""
     return Estimate(share_interval(hits, count), count, hits) if count else None
 
 
@@ -201,18 +198,15 @@ class Report:
     full_f1: Estimate | None
 
     def value(self, method: str, name: str) -> Estimate | None:
-        """Return one measure of the method with this label; None without questions to estimate it from.
-
-        `name` is the measure's name in JSON. Raises KeyError for an unknown method or measure.
-        """
+        """Return a measure, by its name in JSON, of a method; None without questions to estimate it from."""
         return self.methods[method][name]
 
     def as_dict(self) -> dict[str, object]:
         """Return plain values for JSON: each mean under its name, its interval under `…_ci`, its questions under `…_n`.
 
-        Shares also have the number of questions counted, under `…_hits`. A measure without questions has None under its
-        name and under `…_ci`, and 0 under `…_n`. "methods" maps each label to such values, with the "method" and its
-        "ratio"; beside it are "questions", "near_tie_margin", and full prefill's "full_right" and "full_f1".
+        Shares also have the number of questions counted, under `…_hits`. "methods" maps each label to such values, with
+        the "method" and its "ratio"; beside it are "questions", "near_tie_margin", and full prefill's "full_right" and
+        "full_f1".
         """
         methods: dict[str, dict[str, object]] = {}
         for label, estimates in self.methods.items():
@@ -239,29 +233,11 @@ class Report:
         return ("method", *(measure.heading for measure in ANSWER_MEASURES))
 
     def rows(self, *, intervals: bool) -> list[tuple[str, ...]]:
-        """Return one row per method, in the report's order: its label, then a cell of text for each of `headings`.
-
-        A cell holds the mean, and "" stands for a measure without questions. The mean of a share is written as its
-        count, such as "4 of 32". A report without methods has no rows: [].
-
-        Args:
-            intervals: add each 95 % interval in brackets, such as "0.812 [0.790, 0.833]", or for a share "4 of 32: 0.12
-                [0.05, 0.28]".
-
-        Raises KeyError if a method lacks one of the report's measures; `summarise` makes no such report.
-        """
+        """Return one row per method: its label, then cells for `headings`, such as "4 of 32: 0.12 [0.05, 0.28]"."""
         return self._rows(self.measures, intervals=intervals)
 
     def answer_rows(self, *, intervals: bool) -> list[tuple[str, ...]]:
-        """Return the right, lost and won answers, one row per method; empty if no question has gold answers.
-
-        A row has the method's label, then a cell of text for each of `answer_headings`, written as those of `rows`.
-
-        Args:
-            intervals: add each 95 % interval in brackets.
-
-        Raises KeyError if a method lacks one of `ANSWER_MEASURES`; `summarise` makes no such report.
-        """
+        """Return right, lost and won answers as `rows`; empty if no question has gold answers."""
         if self.full_right is None:
             return []
         return self._rows(ANSWER_MEASURES, intervals=intervals)
@@ -282,15 +258,8 @@ def summarise(
 ) -> Report:
     """Aggregate the records of the questions that every method has answered; the last record of a question counts.
 
-    A method at another recompute ratio is another one here. `order` decides first, then the ratio, ascending.
-
-    Args:
-        records: results of any number of methods and questions.
-        order: names of methods in the order of the report; others follow them.
-        measures: the columns of the report besides `ANSWER_MEASURES`.
-
-    Raises ValueError if no question was answered by every method, also without records, if a measured value is not a
-    finite number, or, with the usual `measures`, for a `ttft_s` of 0; ZeroDivisionError for a `reference_ttft_s` of 0.
+    A method at another recompute ratio is another one here. Methods are in the given `order`, then by ratio, ascending.
+    ValueError if no question was answered by every method, or a measured value is not a finite number.
     """
     by_label: dict[str, dict[str, Record]] = {}
     for record in records:
@@ -333,10 +302,7 @@ def summarise(
 
 
 def full_answers(report: Report) -> str:
-    """Return a sentence about full prefill's own answers: how many are right, and their F1, with 95 % intervals.
-
-    If no question has gold answers, the sentence says that. Raises nothing.
-    """
+    """Return a sentence about full prefill's own answers: how many are right, and their F1, with 95 % intervals."""
     if report.full_right is None:
         return "The data has no gold answers, so no answer is right or wrong, and there is no F1."
     right = report.full_right
@@ -349,12 +315,9 @@ def full_answers(report: Report) -> str:
 
 
 def markdown(report: Report, settings: Mapping[str, object], figures: Sequence[str] = ()) -> str:
-    """Return the report as a Markdown page, with a table of answers only if there are gold answers. Writes no file.
+    """Return the report as a Markdown page, with a table of answers only if there are gold answers.
 
-    Args:
-        report: the report, from `summarise`.
-        settings: shown in a table; those that are None or dicts are left out.
-        figures: paths of images relative to the page; the name without its ending is the caption.
+    `settings` that are None or dicts are left out; `figures` are paths of images, whose names are the captions.
     """
     about = {
         name: value

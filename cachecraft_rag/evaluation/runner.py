@@ -43,8 +43,6 @@ class EvaluationSettings:
     warmup         with the origin "stream": the first N questions are asked but not measured (Cache-Craft §5.1.2)
     answer_tokens  longest answer, in tokens
     seed           of the origin prefixes and of the order of methods
-
-    Raises ConfigError without a trial, and for a number out of range.
     """
 
     trials: tuple[Trial, ...]
@@ -60,10 +58,7 @@ class EvaluationSettings:
             )
 
     def measured(self, dataset: Dataset) -> tuple[EvaluationQuestion, ...]:
-        """Return the questions without those of the warm-up, in order; without the origin "stream" all questions.
-
-        Raises ConfigError if none is left, also for a dataset without questions.
-        """
+        """Return the questions without those of the warm-up (origin "stream"); ConfigError if none is left."""
         warmup = self._warmup
         if warmup >= len(dataset.questions):
             raise ConfigError(
@@ -77,11 +72,10 @@ class EvaluationSettings:
         return self.warmup if self.origin.is_stream else 0
 
     def describe(self, engine: Engine, dataset: Dataset) -> dict[str, object]:
-        """Return everything that the measurements depend on, by name, as values that JSON has, in a new dict.
+        """Return everything that the measurements depend on, by name, as values that JSON has.
 
         The model with its dtype, device and torch's threads; a digest of the questions, gold answers and chunks; these
-        settings; and under "methods" the settings of reuse of each trial by its label. Raises ConfigError for a trial
-        whose ratio is out of range.
+        settings; and under "methods" the settings of reuse of each trial by its label.
         """
         import torch
 
@@ -122,25 +116,8 @@ def open_engine(
 ) -> Iterator[Engine]:
     """Open an engine for the block, with an empty store in a hidden folder inside `folder` that is removed afterwards.
 
-    The engine keeps the order of the passages (`best_last=False`), and keeps up to `VARIANTS_PER_CHUNK` variants of a
-    chunk. It is closed at the end of the block, and so is its store.
-
-    Args:
-        model: Hugging Face name or folder, or "demo".
-        folder: created if missing; it stays.
-        dtype, device, new_variants: as in `EngineConfig`, but float32 and no new variants by default.
-        kind: class of the store, for experiments that change its look-ups.
-        reuse: settings of requests; None: the default.
-
-    Raises:
-        ModelNotFoundError: nothing of the model's name can be loaded, or a file of it is damaged.
-        UnsupportedModelError: the model has no raw keys to store, or failed its self-check.
-        ConfigError: an unknown dtype, a missing device, a folder that cannot be written, or a chat template that cannot
-            be cut into segments.
-        StoreError: the store cannot be opened.
-        SystemExit: within the block, in the main thread, for SIGTERM (143) or SIGHUP (129), unless the program handles
-            or ignores that signal. The folder is removed then too.
-        RuntimeError, MemoryError: there is no memory for the model.
+    The engine keeps the order of the passages (`best_last=False`), and up to `VARIANTS_PER_CHUNK` variants of a chunk.
+    `kind` is the class of the store, for experiments that change its look-ups.
     """
     from cachecraft_rag.engine.engine import Engine
     from cachecraft_rag.model.decoder import Decoder
@@ -164,10 +141,7 @@ def open_engine(
 def scratch_folder(folder: Path) -> Iterator[Path]:
     """Make a folder inside `folder` for the block, which gets its path; it is removed afterwards.
 
-    `folder` is created if missing, and stays. Folders that killed processes of this machine left there are removed too;
-    one that cannot be removed stays, without an error.
-
-    Raises ConfigError if `folder` cannot be written; errors of the block pass. In the main thread SIGTERM and SIGHUP
+    Folders that killed processes of this machine left there are removed too. In the main thread SIGTERM and SIGHUP
     raise SystemExit within the block, with the exit codes 143 and 129, unless the program handles or ignores them.
     """
     try:
@@ -227,8 +201,7 @@ def evaluate(
 ) -> list[Record]:
     """Measure every question with every trial, except for the measurements in the log; return the log's `records`.
 
-    Each measurement is appended to the log at once. The result is that list itself; the measurements of an earlier run
-    are its first ones. If the log has all of them already, nothing is computed.
+    Each measurement is appended to the log at once.
 
     Args:
         engine: from `open_engine`, with an empty store. Every run captures its chunk-caches; with the origin "stream"
@@ -237,20 +210,6 @@ def evaluate(
         settings: what is measured, and how chunks are captured.
         log: the open log, made with `settings.describe(engine, dataset)`.
         progress: called with the number of measurements so far and in all, and what is done now.
-
-    Raises:
-        ConfigError: the warm-up leaves no question to measure, this data cannot provide the origin condition, or the
-            package rouge-score, of the extra `eval`, is missing.
-        ContextLengthError: a question with its passages, or a chunk to capture, does not fit the model's context.
-        StoreError: the store is closed or cannot be written.
-        OSError: a measurement cannot be written, such as on a full disk.
-        ValueError: the log is closed.
-        UnsupportedModelError: a layer of the model does something that its survey did not show.
-        BusyError, WaitTimeoutError: other requests keep the engine busy.
-        ForkError: this process is a fork of the one that made the engine.
-        RuntimeError, MemoryError: the model fails, such as torch without memory.
-
-    Exceptions of `progress` and of a method's preparation pass.
     """
     measured = settings.measured(dataset)
     run = Run(engine, dataset, settings, log=log, progress=progress)
@@ -308,10 +267,7 @@ class Run:
         self._warm = False
 
     def show(self, what: str) -> None:
-        """Report the progress so far to `progress`, if there is one; its exceptions pass.
-
-        It gets the number of measurements, at most `total`, then `total`, and `what`: what is done now, "" for nothing.
-        """
+        """Report to `progress` how many of `total` are measured, and what is done now ("" for nothing)."""
         if self._progress is not None:
             self._progress(Progress(min(len(self._records), self.total), self.total, what))
 
@@ -319,16 +275,7 @@ class Run:
         """Return the records of one question, one per trial, in that order; measures those that are missing.
 
         If one is missing, the question's chunks are captured first as the origin condition says, and full prefill
-        answers the question, unless its answer was kept; the first time, two answers for warm-up precede that. Each new
-        record is appended to the log. Returns [] without trials.
-
-        Raises ContextLengthError if the question with its passages, or a chunk to capture, does not fit the model's
-        context; StoreError if the store is closed or cannot be written; ConfigError if this data cannot provide the
-        origin condition, a trial's ratio is out of range, the question is empty, or the package rouge-score is missing;
-        OSError if a measurement cannot be written, and ValueError if the log is closed; UnsupportedModelError,
-        RuntimeError or MemoryError if the model fails; BusyError or WaitTimeoutError if other requests keep the engine
-        busy; and ForkError in a fork of the engine's process. Exceptions of `progress` and of a method's preparation
-        pass.
+        answers the question, unless its answer was kept; the first time, two answers for warm-up precede that.
         """
         missing = [
             trial for trial in trials if (question.question_id, trial.label) not in self._records

@@ -40,7 +40,7 @@ from typing_extensions import is_typeddict
 from cachecraft_rag.checks import config_errors
 from cachecraft_rag.engine.base import AnswerEngine, PathLike
 from cachecraft_rag.engine.config import EngineConfig
-from cachecraft_rag.engine.engine import Engine
+from cachecraft_rag.engine.loading import engine_loader
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.langchain.schemas import answer_schema
 from cachecraft_rag.planning.config import ReuseConfig
@@ -89,22 +89,7 @@ class ChatCacheCraft(Closeable, BaseChatModel):
     reuse        how chunk-caches are reused; None: as the engine is configured
     max_tokens, temperature, top_p, seed, stop  see `SamplingParams`
 
-    All but `engine` and `reuse` may also be given with a call. Raises `ConfigError` for an unknown setting and for an
-    engine of another kind. A call raises, by the call or by a piece:
-
-    ConfigError: a setting of the call is unknown or invalid, `documents` are no documents, a message holds more than
-    text or is of an unknown kind, the last message is neither the user's nor a tool's, the question is empty, a tool or
-    a schema cannot be used, the model's chat template fails at the conversation, or a server refuses the request.
-    UnsupportedCallError: the engine does not support tools.
-    ContextLengthError: question, history and answer do not fit the model's context.
-    BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
-    StoreError: the store of the engine is closed.
-    ServerError: a server that makes the answer fails.
-    UnsupportedModelError: a layer of the model does something that its survey did not show.
-    ForkError: this process is a fork of the one that made the engine.
-    RuntimeError, MemoryError: the model fails, such as torch without memory; over vLLM, RuntimeError also if the engine
-    is closed.
-    CancelledError: over vLLM, the engine was closed meanwhile; also vLLM's own exceptions.
+    All but `engine` and `reuse` may also be given with a call.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True, extra="forbid")
@@ -140,43 +125,23 @@ class ChatCacheCraft(Closeable, BaseChatModel):
     ) -> Self:
         """Load a model and open (or make) a store of chunk-caches, as `Engine.from_pretrained` does.
 
-        Close the chat model when done (or use a `with` block), so that pending captures are written. If a setting turns
-        out to be invalid after the model was loaded, the engine is closed again.
-
-        Args:
-            model: Hugging Face name or folder, or "demo".
-            store: folder of the chunk-caches.
-            config: how to open the engine.
-            settings: fields of this class, and options of `EngineConfig`, which override `config`. `reuse` is this
-                class's field. Settings of a server's model (`api_key`, `timeout` …) are ignored.
-
-        Raises:
-            ConfigError: an unknown setting, before anything is loaded; an invalid value; a dtype or device that is not
-                available; a quality target that could not act; a remote or its keys that cannot be used; a package that
-                the codec or the remote needs and that is not installed; or a chat template that cannot be cut into
-                segments.
-            ModelNotFoundError: nothing of that name can be loaded, or a file of it is damaged.
-            UnsupportedModelError: the model has no raw keys to store, or fails the self-check.
-            StoreError: the store folder or its catalog cannot be used.
-            RuntimeError, MemoryError: there is no memory for the model, such as torch.OutOfMemoryError on a GPU.
+        Close the chat model when done (or use a `with` block), so that pending captures are written. `settings` are
+        fields of this class (such as `reuse`), and options of `EngineConfig`, which override `config`. Settings of a
+        server's model (`api_key`, `timeout` …) are ignored.
         """
         check_settings(settings, cls)
         names = EngineConfig.option_names() - cls.model_fields.keys()
         options = {name: settings.pop(name) for name in names & settings.keys()}
         with ExitStack() as opened:
             engine = opened.enter_context(
-                Engine.from_pretrained(model, store=store, config=config, **options)
+                engine_loader()(model, store=store, config=config, **options)
             )
             chat = cls(engine=engine, **settings)
             chat._opened = opened.pop_all()
         return chat
 
     def close(self) -> None:
-        """Close the engine that `from_pretrained` opened, which writes pending captures; a second call does nothing.
-
-        An engine that was passed in stays open and its pending captures are not written here: close it yourself. Raises
-        nothing, and does nothing in a fork of the process.
-        """
+        """Close the engine that `from_pretrained` opened, which writes pending captures; one passed in stays open."""
         self._opened.close()
 
     def bind_tools(
@@ -192,19 +157,14 @@ class ChatCacheCraft(Closeable, BaseChatModel):
             tools: functions, in any form that LangChain takes; without any, the model answers without tools.
             tool_choice: "auto", None or False: the model decides. "none": no call. "any", "required" or True: one of
                 the tools is called. The name of a tool: this one is called. OpenAI's and Anthropic's dicts of these are
-                taken too. A call that was asked for is sure to come, with arguments of the tool's schema, unless
+                taken too. A call that was asked for is sure to follow, with arguments of the tool's schema, unless
                 `max_tokens` ends the answer; this needs the extra "structured".
-            kwargs: settings of the calls, such as `max_tokens`; checked when the model is called.
+            kwargs: settings of the calls, such as `max_tokens`; they and the tools are checked when the model is
+                called.
 
         Raises:
-            ConfigError: another `tool_choice`, or a tool that only a provider's server can run, such as
-                `{"type": "web_search"}`.
-            ValueError: a tool in another form. This is LangChain's error; for a function it raises other ones too, such
-                as pydantic's for an argument whose type has no JSON schema.
-
-        When the bound model is called, it raises ConfigError for a tool whose name or parameters cannot be used, for a
-        missing extra, and if the chat template fails at the tools; and UnsupportedCallError if the engine does not
-        support tools.
+            ConfigError: another `tool_choice`, or a tool that only a provider's server can run, such as `{"type":
+                "web_search"}`.
         """
         made = [_function_tool(tool) for tool in tools]
         return self.bind(tools=made, tool_choice=_choice_of(tool_choice, made), **kwargs)
@@ -218,27 +178,15 @@ class ChatCacheCraft(Closeable, BaseChatModel):
         strict: bool | None = None,
         **kwargs: object,
     ) -> Runnable[LanguageModelInput, Any]:
-        """Return the model with answers that keep to a schema, all of it.
+        """Return the model with answers that keep to a schema, all of it; this model stays as it is.
 
-        This model stays as it is. The result returns an object of a pydantic model, else the JSON value. With
-        `include_raw` it returns a dict of the message ("raw"), the object or None ("parsed"), and the error of the
-        parser or None ("parsing_error").
+        The result returns an object of a pydantic model, else the JSON value. With `include_raw` it returns a dict of
+        the message ("raw"), the object or None ("parsed"), and the error of the parser or None ("parsing_error").
 
         Each token is drawn among those that lead to JSON of the schema, whatever `method` and `strict` say. An answer
         may end early (`max_tokens`). LangChain's parser then returns the part that was written, or it raises
-        OutputParserException if that part is no beginning of JSON or does not fit the pydantic model.
-
-        Args:
-            schema: a pydantic model, a TypedDict, a dataclass, a JSON schema of any type, OpenAI's `response_format`,
-                or the description of a function. It is also added to the question.
-            include_raw: return the message and the parser's error too.
-            method: all do the same.
-            strict: has no effect.
-            kwargs: settings of the calls, checked when the model is called.
-
-        Raises ConfigError for an unknown `method` and for a dict that is no schema, and LangChain's or pydantic's error
-        for a type without a schema. A call raises ConfigError if the extra "structured" is missing or no answer can be
-        kept to the schema.
+        OutputParserException. `schema`, in any form of `answer_schema`, is also added to the question. Needs the extra
+        "structured".
         """
         if method not in ("json_schema", "function_calling", "json_mode"):
             raise ConfigError(
@@ -260,15 +208,11 @@ class ChatCacheCraft(Closeable, BaseChatModel):
 
     @property
     def model_name(self) -> str:
-        """Name of the model, as the engine was opened with it. Raises nothing."""
+        """Name of the model, as the engine was opened with it."""
         return self.engine.decoder.name
 
     def get_token_ids(self, text: str) -> list[int]:
-        """Return the model's token ids of a text, as in a prompt; LangChain trims messages by their number.
-
-        The list is empty for "". Names of control tokens become ordinary characters, and half a surrogate pair becomes
-        "?". LangChain's default would download GPT-2's tokenizer.
-        """
+        """Return a text's token ids, as in a prompt; LangChain's default would download GPT-2's tokenizer."""
         return self.engine.prompts.text_ids(text)
 
     @property
@@ -489,14 +433,8 @@ def _searched_of(document: Document) -> tuple[str, ...]:
 def with_outcomes(documents: Iterable[Document], answer: AIMessage) -> list[Document]:
     """Return copies of the documents of an answer, with what became of each as text in its metadata.
 
-    The notes are "cachecraft_outcome" and "cachecraft_reason", so every database takes a copy. The documents do not
-    change.
-
-    Args:
-        documents: those that `answer` was given, in the same order.
-        answer: a message of `ChatCacheCraft`, or all chunks of a streamed one, added up.
-
-    Raises ConfigError for a message of another model, and for another number of documents than it was given.
+    The notes are "cachecraft_outcome" and "cachecraft_reason", so every database takes a copy. `documents` are those
+    that `answer` was given, in the same order; of a streamed answer pass all chunks, added up.
     """
     documents = list(documents)
     noted = answer.response_metadata.get("cachecraft", {}).get("documents")
@@ -568,13 +506,7 @@ def _rest_of(calls: CallReader, generation: Generation) -> ChatGenerationChunk:
 def check_settings(settings: Mapping[str, object], *classes: type[BaseModel]) -> None:
     """Raise ConfigError for a setting that is neither an option of `EngineConfig` nor a field of one of the classes.
 
-    Returns None else; values are not checked. "store" and "config" pass, and "engine" and "llm" do not, because the
-    caller makes these itself. Settings of a server's model (`api_key`, `timeout` …) pass, because `ChatCacheCraft`
-    ignores them.
-
-    Args:
-        settings: name → value.
-        classes: pydantic models whose fields may be given.
+    "engine" and "llm" are refused, and a server's settings (`api_key`) pass: `ChatCacheCraft` ignores them.
     """
     fields = {name for owner in classes for name in owner.model_fields} - {"engine", "llm"}
     known = {"store", "config"} | EngineConfig.option_names() | fields
@@ -585,11 +517,7 @@ def check_settings(settings: Mapping[str, object], *classes: type[BaseModel]) ->
 
 
 def documents_of(given: Any, name: str) -> list[Document]:
-    """Return the documents passed as argument `name`, as a new list; a single document becomes a list of one.
-
-    The documents are the same objects. Returns [] for an empty iterable. Errors of the iteration pass. Raises
-    ConfigError for anything else, also for a text and for None.
-    """
+    """Return the documents passed as argument `name`, as a new list; a single document becomes a list of one."""
     # LangChain's documents can be iterated over, which gives their fields
     is_list = isinstance(given, Iterable) and not isinstance(given, str | Document)
     documents = list(given) if is_list else [given]
@@ -602,11 +530,9 @@ def documents_of(given: Any, name: str) -> list[Document]:
 
 
 def history_of(input: Mapping[str, object], key: str) -> list[BaseMessage]:
-    """Return the messages under `key` of a chain's input, as a list; [] without that key, or for None or nothing in it.
+    """Return the messages under `key` of a chain's input, as a list; [] without any.
 
-    Items may have any form that LangChain takes for a message, such as ("human", "…") or a text of the user. Raises
-    ConfigError for anything but an iterable of messages, and LangChain's own ValueError or NotImplementedError for an
-    item that is not a message.
+    Items may have any form that LangChain takes for a message, such as ("human", "…") or a text of the user.
     """
     given = input.get(key) or []
     # LangChain would turn each letter, key or field of these into a message.
@@ -620,12 +546,8 @@ def history_of(input: Mapping[str, object], key: str) -> list[BaseMessage]:
 def conversation(messages: Iterable[BaseMessage]) -> tuple[list[Turn], str]:
     """Return the earlier turns, pairs of role and text as in `turns_of`, and the text of the last one, the question.
 
-    Neighbouring messages of the same role are one turn. System messages open the first turn, so a question without
-    earlier turns begins with them. The question is "" without messages, and after a tool's result, which is an earlier
-    turn.
-
-    Raises ConfigError for the messages that `turns_of` refuses, and if the last turn is the assistant's. System
-    messages and results without a call do not count for that.
+    The question is "" without messages, and after a tool's result, which is an earlier turn. Raises ConfigError for the
+    messages that `turns_of` refuses, and if the last turn is the assistant's.
     """
     turns = turns_of(messages)
     if turns[-1][0] == "result":
@@ -642,14 +564,11 @@ def turns_of(messages: Iterable[BaseMessage]) -> list[Turn]:
     """Return the messages as turns: pairs of a role ("user", "assistant", "calls" or "result") and a text.
 
     Neighbouring messages of the same role are one turn, joined by an empty line. The first turn is the user's: it
-    begins with the system messages from anywhere in the conversation, and is "" if the assistant began without any. So
-    there is one turn, ("user", ""), without messages. The calls of a message follow its text as one turn of JSON, a
-    list of {"name", "arguments"}, and then a turn for the result of each. Parts of an assistant's message that are not
-    text are left out, and so is a tool's result without its call. Of several results with one call id, the last counts
-    for each call with this id. Streamed chunks of messages count as messages.
-
-    Raises ConfigError for a message that is not of the user, the assistant, the system or a tool, for a message of the
-    user, the system or a tool that holds more than text, and for a call of a tool without a result.
+    begins with the system messages from anywhere in the conversation, and is "" if the assistant began without any. The
+    calls of a message follow its text as one turn of JSON, a list of {"name", "arguments"}, and then a turn for the
+    result of each. Parts of an assistant's message that are not text are left out, and so is a tool's result without
+    its call. Of several results with one call id, the last counts. Raises ConfigError for a message of an unknown kind,
+    for more than text in a message that is not the assistant's, and for a call without a result.
     """
     messages = list(messages)
     instructions = [_text(message) for message in messages if _role(message) == "system"]

@@ -49,9 +49,6 @@ class CacheCraftGenerator(Closeable, RunnableSerializable[dict[str, object], str
 
     document_prompt  formats a document for the model; None: its text alone. The formatted text is the chunk, so its
                      chunk id differs from the retriever's; "documents" in the statistics has the ids.
-
-    Raises ConfigError for an unknown setting or one of another kind. A call raises it for an input without question or
-    documents, or of another form; its other errors are named by `invoke`.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True, extra="forbid")
@@ -96,26 +93,10 @@ class CacheCraftGenerator(Closeable, RunnableSerializable[dict[str, object], str
         config: EngineConfig | None = None,
         **settings: Any,
     ) -> Self:
-        """Return a generator over `ChatCacheCraft.from_pretrained`.
+        """Return a generator over `ChatCacheCraft.from_pretrained`; close it, so that pending captures are written.
 
-        Close it when done (or use a `with` block), so that pending captures are written.
-
-        Args:
-            model: Hugging Face name or folder, or "demo".
-            store: folder of the chunk-caches.
-            config: how to open the engine.
-            settings: fields of this class and of `ChatCacheCraft`, and options of `EngineConfig`, which override
-                `config`. Settings of a server's model (`api_key`, `timeout` …) are ignored.
-
-        Raises:
-            ConfigError: an unknown setting, before anything is loaded; an invalid value; a dtype or device that is not
-                available; a quality target that could not act; a remote or its keys that cannot be used; a package that
-                the codec or the remote needs and that is not installed; or a chat template that cannot be cut into
-                segments.
-            ModelNotFoundError: nothing of that name can be loaded, or a file of it is damaged.
-            UnsupportedModelError: the model has no raw keys to store, or fails the self-check.
-            StoreError: the store folder or its catalog cannot be used.
-            RuntimeError, MemoryError: there is no memory for the model, such as torch.OutOfMemoryError on a GPU.
+        `settings` are fields of this class and of `ChatCacheCraft`, and options of `EngineConfig`, which override
+        `config`.
         """
         check_settings(settings, cls, ChatCacheCraft)
         names = cls.model_fields.keys() - ChatCacheCraft.model_fields.keys()
@@ -127,10 +108,7 @@ class CacheCraftGenerator(Closeable, RunnableSerializable[dict[str, object], str
         return generator
 
     def close(self) -> None:
-        """Close the chat model: the engine that `from_pretrained` opened is closed, one that was passed in stays open.
-
-        A second call does nothing. Raises nothing, and does nothing in a fork of the process.
-        """
+        """Close the chat model: the engine that `from_pretrained` opened; one that was passed in stays open."""
         model = _unbound(self.llm)
         if isinstance(model, ChatCacheCraft):
             model.close()
@@ -140,27 +118,7 @@ class CacheCraftGenerator(Closeable, RunnableSerializable[dict[str, object], str
     ) -> str:
         """Return the whole answer as a text, "" if the model ends it at once.
 
-        Args:
-            input: the question, the documents and, if there is one, the history, under this class's keys.
-            config: LangChain's.
-            kwargs: as in a call of `ChatCacheCraft`, such as `max_tokens`.
-
-        Raises:
-            ConfigError: the input lacks a key or holds something else, a setting of the call is unknown or invalid, the
-                question is empty, a message holds more than text or is of an unknown kind, the model's chat template
-                fails at the conversation, or a server refuses the request.
-            UnsupportedCallError: the history has calls of tools, which this engine does not support.
-            ValueError, NotImplementedError: an item of the history is no message; ValueError also for a document that
-                lacks a variable of `document_prompt`. Both are LangChain's.
-            ContextLengthError: question, history and answer do not fit the model's context.
-            BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
-            StoreError: the store of the engine is closed.
-            ServerError: a server that makes the answer fails.
-            UnsupportedModelError: a layer of the model does something that its survey did not show.
-            ForkError: this process is a fork of the one that made the engine.
-            RuntimeError, MemoryError: the model fails, such as torch without memory; over vLLM, RuntimeError also if
-                the engine is closed.
-            CancelledError: over vLLM, the engine was closed meanwhile; also vLLM's own exceptions.
+        `kwargs` are those of a call of `ChatCacheCraft`, such as `max_tokens`.
         """
 
         def answer(input: dict[str, object], config: RunnableConfig) -> str:
@@ -173,32 +131,7 @@ class CacheCraftGenerator(Closeable, RunnableSerializable[dict[str, object], str
     async def ainvoke(
         self, input: dict[str, object], config: RunnableConfig | None = None, **kwargs: Any
     ) -> str:
-        """Return the whole answer as a text, without blocking the event loop; "" if the model ends it at once.
-
-        A cancelled task ends the answer.
-
-        Args:
-            input: the question, the documents and, if there is one, the history, under this class's keys.
-            config: LangChain's.
-            kwargs: as in a call of `ChatCacheCraft`, such as `max_tokens`.
-
-        Raises:
-            ConfigError: the input lacks a key or holds something else, a setting of the call is unknown or invalid, the
-                question is empty, a message holds more than text or is of an unknown kind, the model's chat template
-                fails at the conversation, or a server refuses the request.
-            UnsupportedCallError: the history has calls of tools, which this engine does not support.
-            ValueError, NotImplementedError: an item of the history is no message; ValueError also for a document that
-                lacks a variable of `document_prompt`. Both are LangChain's.
-            ContextLengthError: question, history and answer do not fit the model's context.
-            BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
-            StoreError: the store of the engine is closed.
-            ServerError: a server that makes the answer fails.
-            UnsupportedModelError: a layer of the model does something that its survey did not show.
-            ForkError: this process is a fork of the one that made the engine.
-            RuntimeError, MemoryError: the model fails, such as torch without memory; over vLLM, RuntimeError also if
-                the engine is closed.
-            CancelledError: over vLLM, the engine was closed meanwhile; also vLLM's own exceptions.
-        """
+        """Same as `invoke`, without blocking the event loop. A cancelled task ends the answer."""
 
         async def answer(input: dict[str, object], config: RunnableConfig) -> str:
             asked = self._read(input)
@@ -213,61 +146,13 @@ class CacheCraftGenerator(Closeable, RunnableSerializable[dict[str, object], str
     def stream(
         self, input: dict[str, object], config: RunnableConfig | None = None, **kwargs: Any
     ) -> Iterator[str]:
-        """Return an iterator of the answer's pieces, texts that are not empty; the model runs while they are read.
-
-        Args:
-            input: the question, the documents and, if there is one, the history, under this class's keys.
-            config: LangChain's.
-            kwargs: as in a call of `ChatCacheCraft`, such as `max_tokens`.
-
-        Raises, by the pieces and not by this call:
-            ConfigError: the input lacks a key or holds something else, a setting of the call is unknown or invalid, the
-                question is empty, a message holds more than text or is of an unknown kind, the model's chat template
-                fails at the conversation, or a server refuses the request.
-            UnsupportedCallError: the history has calls of tools, which this engine does not support.
-            ValueError, NotImplementedError: an item of the history is no message; ValueError also for a document that
-                lacks a variable of `document_prompt`. Both are LangChain's.
-            ContextLengthError: question, history and answer do not fit the model's context.
-            BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
-            StoreError: the store of the engine is closed.
-            ServerError: a server that makes the answer fails.
-            UnsupportedModelError: a layer of the model does something that its survey did not show.
-            ForkError: this process is a fork of the one that made the engine.
-            RuntimeError, MemoryError: the model fails, such as torch without memory; over vLLM, RuntimeError also if
-                the engine is closed.
-            CancelledError: over vLLM, the engine was closed meanwhile; also vLLM's own exceptions.
-        """
+        """Return an iterator of the answer's pieces, which are not empty; the model runs while they are read."""
         return self._streamed(kwargs).stream(input, config)
 
     def astream(
         self, input: dict[str, object], config: RunnableConfig | None = None, **kwargs: object
     ) -> AsyncIterator[str]:
-        """Return an asynchronous iterator of the answer's pieces, without blocking the event loop.
-
-        The pieces are texts that are not empty. A cancelled task ends the answer.
-
-        Args:
-            input: the question, the documents and, if there is one, the history, under this class's keys.
-            config: LangChain's.
-            kwargs: as in a call of `ChatCacheCraft`, such as `max_tokens`.
-
-        Raises, by the pieces and not by this call:
-            ConfigError: the input lacks a key or holds something else, a setting of the call is unknown or invalid, the
-                question is empty, a message holds more than text or is of an unknown kind, the model's chat template
-                fails at the conversation, or a server refuses the request.
-            UnsupportedCallError: the history has calls of tools, which this engine does not support.
-            ValueError, NotImplementedError: an item of the history is no message; ValueError also for a document that
-                lacks a variable of `document_prompt`. Both are LangChain's.
-            ContextLengthError: question, history and answer do not fit the model's context.
-            BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
-            StoreError: the store of the engine is closed.
-            ServerError: a server that makes the answer fails.
-            UnsupportedModelError: a layer of the model does something that its survey did not show.
-            ForkError: this process is a fork of the one that made the engine.
-            RuntimeError, MemoryError: the model fails, such as torch without memory; over vLLM, RuntimeError also if
-                the engine is closed.
-            CancelledError: over vLLM, the engine was closed meanwhile; also vLLM's own exceptions.
-        """
+        """Same as `stream`, asynchronously. A cancelled task ends the answer."""
         return self._streamed(kwargs).astream(input, config)
 
     def transform(
@@ -276,32 +161,7 @@ class CacheCraftGenerator(Closeable, RunnableSerializable[dict[str, object], str
         config: RunnableConfig | None = None,
         **kwargs: object,
     ) -> Iterator[str]:
-        """Return an iterator of the answer's pieces, for a chain whose earlier steps deliver the input in parts.
-
-        All parts are read before the model starts. The pieces are texts that are not empty.
-
-        Args:
-            input: parts of the input, which LangChain adds up; their errors pass.
-            config: LangChain's.
-            kwargs: as in a call of `ChatCacheCraft`, such as `max_tokens`.
-
-        Raises, by the pieces and not by this call:
-            ConfigError: the input lacks a key or holds something else, a setting of the call is unknown or invalid, the
-                question is empty, a message holds more than text or is of an unknown kind, the model's chat template
-                fails at the conversation, or a server refuses the request.
-            UnsupportedCallError: the history has calls of tools, which this engine does not support.
-            ValueError, NotImplementedError: an item of the history is no message; ValueError also for a document that
-                lacks a variable of `document_prompt`. Both are LangChain's.
-            ContextLengthError: question, history and answer do not fit the model's context.
-            BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
-            StoreError: the store of the engine is closed.
-            ServerError: a server that makes the answer fails.
-            UnsupportedModelError: a layer of the model does something that its survey did not show.
-            ForkError: this process is a fork of the one that made the engine.
-            RuntimeError, MemoryError: the model fails, such as torch without memory; over vLLM, RuntimeError also if
-                the engine is closed.
-            CancelledError: over vLLM, the engine was closed meanwhile; also vLLM's own exceptions.
-        """
+        """Same as `stream`, for a chain that delivers the input in parts; all are read before the model starts."""
         return self._streamed(kwargs).transform(input, config)
 
     def atransform(
@@ -310,39 +170,14 @@ class CacheCraftGenerator(Closeable, RunnableSerializable[dict[str, object], str
         config: RunnableConfig | None = None,
         **kwargs: object,
     ) -> AsyncIterator[str]:
-        """Return an asynchronous iterator of the answer's pieces, for a chain that delivers the input in parts.
-
-        All parts are read before the model starts. The pieces are texts that are not empty.
-
-        Args:
-            input: parts of the input, which LangChain adds up; their errors pass.
-            config: LangChain's.
-            kwargs: as in a call of `ChatCacheCraft`, such as `max_tokens`.
-
-        Raises, by the pieces and not by this call:
-            ConfigError: the input lacks a key or holds something else, a setting of the call is unknown or invalid, the
-                question is empty, a message holds more than text or is of an unknown kind, the model's chat template
-                fails at the conversation, or a server refuses the request.
-            UnsupportedCallError: the history has calls of tools, which this engine does not support.
-            ValueError, NotImplementedError: an item of the history is no message; ValueError also for a document that
-                lacks a variable of `document_prompt`. Both are LangChain's.
-            ContextLengthError: question, history and answer do not fit the model's context.
-            BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
-            StoreError: the store of the engine is closed.
-            ServerError: a server that makes the answer fails.
-            UnsupportedModelError: a layer of the model does something that its survey did not show.
-            ForkError: this process is a fork of the one that made the engine.
-            RuntimeError, MemoryError: the model fails, such as torch without memory; over vLLM, RuntimeError also if
-                the engine is closed.
-            CancelledError: over vLLM, the engine was closed meanwhile; also vLLM's own exceptions.
-        """
+        """Same as `transform`, asynchronously."""
         return self._streamed(kwargs).atransform(input, config)
 
     def with_context(self) -> Runnable[dict[str, object], dict[str, object]]:
         """Return a chain's last step that adds the answer to its input, and to the documents what became of them.
 
         The result is a dict: the input, "answer", and under `context_key` copies of the documents as `with_outcomes`
-        makes them. A stream has pieces of the answer, then the rest in one part. Errors are those of `invoke`.
+        makes them. A stream has pieces of the answer, then the rest in one part.
         """
 
         def parts(input: dict[str, object], config: RunnableConfig) -> Iterator[AddableDict]:

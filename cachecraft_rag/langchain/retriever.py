@@ -34,10 +34,6 @@ class ConversationRetriever(RunnableSerializable[dict[str, object], list[Documen
     documents of the turn before win ties, because their chunk-caches exist.
 
     `metadata["cachecraft_searched"]` of a follow-up's documents has what was searched for, a JSON list as text.
-
-    Raises ConfigError for an unknown setting, and for a `retriever` of another kind. A call raises it for an input
-    without a question, or of another form, and for a history with more than text; errors of the retriever pass
-    unchanged.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True, extra="forbid")
@@ -54,56 +50,13 @@ class ConversationRetriever(RunnableSerializable[dict[str, object], list[Documen
     def invoke(
         self, input: dict[str, object], config: RunnableConfig | None = None, **kwargs: Any
     ) -> list[Document]:
-        """Return the documents for the last message of a conversation, best first.
-
-        The list is empty if the retriever finds nothing. Documents of a follow-up are copies.
-
-        Args:
-            input: the question and the history, under this class's keys.
-            config: LangChain's.
-            kwargs: go to the retriever, except for a follow-up that is searched for by vector.
-
-        Raises:
-            ConfigError: the input has no question or is of another form, the history is no list of messages, or a
-                message of the user's holds more than text, or a `ChatMessage` has an unknown role. Messages of the
-                system and of tools, calls of tools and messages of other kinds are passed over. For a follow-up in a
-                `CacheCraftVectorStore` also a `k` below 1 or an invalid filter in `search_kwargs`.
-            ValueError, NotImplementedError: an item of the history is no message; LangChain's own.
-            IndexStoreError, ForkError: the index of a `CacheCraftVectorStore` is closed or damaged, or its vectors are
-                of another width; or this process is a fork of the one that opened it.
-            TypeError: for a follow-up in a `CacheCraftVectorStore`, `search_kwargs` have another option than `k` and
-                `filter`.
-
-        Errors of the retriever and of its embeddings pass unchanged.
-        """
+        """Return the documents for the last message, best first; `kwargs` go to the retriever, but not by vector."""
         return self._call_with_config(self._retrieve, input, config, run_type="retriever", **kwargs)
 
     async def ainvoke(
         self, input: dict[str, object], config: RunnableConfig | None = None, **kwargs: Any
     ) -> list[Document]:
-        """Return the documents for the last message of a conversation, best first, without blocking the event loop.
-
-        The retriever's own asynchronous calls are used; a search by vector runs in a thread. The list is empty if the
-        retriever finds nothing. Documents of a follow-up are copies.
-
-        Args:
-            input: the question and the history, under this class's keys.
-            config: LangChain's.
-            kwargs: go to the retriever, except for a follow-up that is searched for by vector.
-
-        Raises:
-            ConfigError: the input has no question or is of another form, the history is no list of messages, or a
-                message of the user's holds more than text, or a `ChatMessage` has an unknown role. Messages of the
-                system and of tools, calls of tools and messages of other kinds are passed over. For a follow-up in a
-                `CacheCraftVectorStore` also a `k` below 1 or an invalid filter in `search_kwargs`.
-            ValueError, NotImplementedError: an item of the history is no message; LangChain's own.
-            IndexStoreError, ForkError: the index of a `CacheCraftVectorStore` is closed or damaged, or its vectors are
-                of another width; or this process is a fork of the one that opened it.
-            TypeError: for a follow-up in a `CacheCraftVectorStore`, `search_kwargs` have another option than `k` and
-                `filter`.
-
-        Errors of the retriever and of its embeddings pass unchanged.
-        """
+        """Same as `invoke`, without blocking the event loop: a search by vector runs in a thread."""
         return await self._acall_with_config(
             self._aretrieve, input, config, run_type="retriever", **kwargs
         )

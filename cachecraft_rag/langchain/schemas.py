@@ -25,8 +25,6 @@ def answer_schema(given: Any) -> dict[str, Any]:
 
     The forms are a JSON schema, OpenAI's `response_format` with or without its wrapper, and the descriptions of
     functions that OpenAI and Anthropic use.
-
-    Raises ConfigError for a dict in another form, and what pydantic or LangChain raise for a type without a schema.
     """
     if isinstance(given, Mapping):
         return _of_dict(given)
@@ -55,11 +53,8 @@ def _without_titles(schema: dict[str, Any]) -> dict[str, Any]:
 def _for_pydantic(given: Any, known: dict[Any, Any]) -> Any:
     """Return a type in which pydantic reads every TypedDict, with the descriptions that LangChain's form gives.
 
-    Before Python 3.12 pydantic refuses `typing.TypedDict`, so each becomes one of typing_extensions.
-
-    Args:
-        given: the type of a field, or a TypedDict.
-        known: the TypedDicts that were met, with their copies; it is filled.
+    Before Python 3.12 pydantic refuses `typing.TypedDict`, so each becomes one of typing_extensions. `known` takes up
+    the copies.
     """
     if typing_extensions.is_typeddict(given):
         return known[given] if given in known else _copy_of(given, known)

@@ -74,14 +74,14 @@ class CacheCraftChatEngine(BaseChatEngine, Closeable):
     model. `metadata["cachecraft"]` of a response is `RequestStats.as_dict()` with `searched`, and `chunk_ids` by node.
     Each source node's metadata has its chunk id and its outcome, unless `with_outcomes` is False.
 
-    The model runs while a stream is being read. A turn is remembered when its stream ends or is closed.
+    The model runs while a stream is being read. A turn is remembered when its stream ends or is closed. If retrieval
+    finds no nodes, the model answers from the conversation alone. A turn whose answer has no text, or that failed, is
+    not remembered.
 
     Args:
         query_engine: closed with this chat engine, as far as it opened anything.
         memory: where turns are kept; by default a buffer of a quarter of the model's context.
         chat_history: earlier turns, with the default memory.
-
-    Raises ConfigError for a memory together with a history, and for an argument of another kind.
     """
 
     def __init__(
@@ -117,23 +117,7 @@ class CacheCraftChatEngine(BaseChatEngine, Closeable):
     ) -> Self:
         """Return a chat engine over any LlamaIndex index; write it in place of `index.as_chat_engine(…)`.
 
-        Args:
-            index: the index whose retriever finds the chunks.
-            memory: keeps the conversation; by default a `ChatMemoryBuffer`.
-            chat_history: earlier messages, without `memory`.
-            options: as in `CacheCraftQueryEngine.from_index`.
-
-        Raises:
-            ConfigError: an unknown option, or one that has no meaning here (`chat_mode`, `system_prompt` …); a
-                retriever instead of an index; `memory` and `chat_history` together; an invalid value; or, without
-                `engine`, a dtype, device, remote, package or chat template that cannot be used.
-            ModelNotFoundError: without `engine`, if nothing of that name can be loaded, or a file of it is damaged.
-            UnsupportedModelError: without `engine`, if the model has no raw keys to store, or fails the self-check.
-            StoreError: without `engine`, if the store folder or its catalog cannot be used.
-            RuntimeError, MemoryError: without `engine`, if there is no memory for the model, such as
-                torch.OutOfMemoryError on a GPU.
-
-        Other errors of `index.as_retriever` pass.
+        `options` are those of `CacheCraftQueryEngine.from_index`; `memory` and `chat_history` exclude each other.
         """
         _refuse(options)
         _check_memory(memory, chat_history)
@@ -151,21 +135,7 @@ class CacheCraftChatEngine(BaseChatEngine, Closeable):
     ) -> Self:
         """Return a chat engine over any LlamaIndex retriever.
 
-        Args:
-            retriever: finds the chunks.
-            memory: keeps the conversation; by default a `ChatMemoryBuffer`.
-            chat_history: earlier messages, without `memory`.
-            options: as in `CacheCraftQueryEngine.from_defaults`.
-
-        Raises:
-            ConfigError: an index instead of a retriever, an option that is unknown or has no meaning here, `memory` and
-                `chat_history` together, an invalid value, or, without `engine`, a dtype, device, remote, package or
-                chat template that cannot be used.
-            ModelNotFoundError: without `engine`, if nothing of that name can be loaded, or a file of it is damaged.
-            UnsupportedModelError: without `engine`, if the model has no raw keys to store, or fails the self-check.
-            StoreError: without `engine`, if the store folder or its catalog cannot be used.
-            RuntimeError, MemoryError: without `engine`, if there is no memory for the model, such as
-                torch.OutOfMemoryError on a GPU.
+        `options` are those of `CacheCraftQueryEngine.from_defaults`; give either `memory` or `chat_history`.
         """
         _refuse(options)
         _check_memory(memory, chat_history)
@@ -174,15 +144,12 @@ class CacheCraftChatEngine(BaseChatEngine, Closeable):
 
     @property
     def engine(self) -> AnswerEngine:
-        """The engine that answers. Raises nothing."""
+        """The engine that answers."""
         return self._query_engine.engine
 
     @property
     def chat_history(self) -> list[ChatMessage]:
-        """All messages that the memory holds, oldest first, also those that no longer fit a prompt; [] if it is empty.
-
-        Errors of the memory pass.
-        """
+        """All messages that the memory holds, oldest first, also those that no longer fit a prompt."""
         return self.memory.get_all()
 
     def reset(self) -> None:
@@ -190,11 +157,7 @@ class CacheCraftChatEngine(BaseChatEngine, Closeable):
         self.memory.reset()
 
     def close(self) -> None:
-        """Close the engine that this class opened, which writes its pending captures; a second call does nothing.
-
-        An engine that was passed in stays open and its pending captures are not written here: close it yourself. Raises
-        nothing, and does nothing in a fork of the process.
-        """
+        """Close the engine that this class opened, which writes its pending captures; another stays open."""
         self._query_engine.close()
 
     @trace_method("chat")
@@ -203,31 +166,8 @@ class CacheCraftChatEngine(BaseChatEngine, Closeable):
     ) -> AgentChatResponse:
         """Retrieve, answer, and remember both messages of the turn.
 
-        An answer without text is not remembered, nor its question.
-
-        Args:
-            message: the user's message.
-            chat_history: replaces what the memory holds; None: it stays.
-
-        Returns:
-            The whole answer with its source nodes, and the statistics under `metadata["cachecraft"]`. If retrieval
-            finds no nodes, the model answers from the conversation alone.
-
-        Raises:
-            ConfigError: the message is empty or no text, the model's chat template fails at the conversation, or a
-                server refuses the request.
-            ContextLengthError: question, history and answer do not fit the model's context.
-            BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
-            StoreError: the store of the engine is closed.
-            ServerError: a server that makes the answer fails.
-            UnsupportedModelError: a layer of the model does something that its survey did not show.
-            ForkError: this process is a fork of the one that made the engine.
-            RuntimeError, MemoryError: the model fails, such as torch without memory; over vLLM, RuntimeError also if
-                the engine is closed.
-            CancelledError: over vLLM, the engine was closed meanwhile; also vLLM's own exceptions.
-
-        Errors of the memory and of the retriever pass. After an error the turn is not remembered; `chat_history` has
-        replaced the memory.
+        `chat_history` replaces what the memory holds, also if an error follows. The statistics of the whole answer are
+        under `metadata["cachecraft"]`.
         """
         if chat_history is not None:
             self.memory.set(chat_history)
@@ -242,34 +182,7 @@ class CacheCraftChatEngine(BaseChatEngine, Closeable):
     async def achat(
         self, message: str, chat_history: list[ChatMessage] | None = None
     ) -> AgentChatResponse:
-        """Retrieve, answer, and remember both messages of the turn, without blocking the event loop.
-
-        An answer without text is not remembered, nor its question. A cancelled task ends the answer.
-
-        Args:
-            message: the user's message.
-            chat_history: replaces what the memory holds; None: it stays.
-
-        Returns:
-            The whole answer with its source nodes, and the statistics under `metadata["cachecraft"]`. If retrieval
-            finds no nodes, the model answers from the conversation alone.
-
-        Raises:
-            ConfigError: the message is empty or no text, the model's chat template fails at the conversation, or a
-                server refuses the request.
-            ContextLengthError: question, history and answer do not fit the model's context.
-            BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
-            StoreError: the store of the engine is closed.
-            ServerError: a server that makes the answer fails.
-            UnsupportedModelError: a layer of the model does something that its survey did not show.
-            ForkError: this process is a fork of the one that made the engine.
-            RuntimeError, MemoryError: the model fails, such as torch without memory; over vLLM, RuntimeError also if
-                the engine is closed.
-            CancelledError: over vLLM, the engine was closed meanwhile; also vLLM's own exceptions.
-
-        Errors of the memory and of the retriever pass. After an error the turn is not remembered; `chat_history` has
-        replaced the memory.
-        """
+        """Same as `chat`, without blocking the event loop."""
         if chat_history is not None:
             await self.memory.aset(chat_history)
         turn = _Turn(self._checked(message), await self.memory.aget(input=message))
@@ -285,30 +198,8 @@ class CacheCraftChatEngine(BaseChatEngine, Closeable):
     ) -> CacheCraftStreamingChatResponse:
         """Retrieve, then answer piece by piece: `for piece in response.response_gen`.
 
-        Args:
-            message: the user's message.
-            chat_history: replaces what the memory holds; None: it stays.
-
-        Returns:
-            The response with its source nodes. Its `metadata["cachecraft"]` is there, and the turn is remembered, once
-            the stream has ended; the model starts with the first piece. Of an answer that an error or its reader ends
-            early, the text so far is remembered. An answer without text is not remembered, nor its question. If
-            retrieval finds no nodes, the model answers from the conversation alone.
-
-        Raises, by this call for a message that cannot be answered, else by a piece:
-            ConfigError: the message is empty or no text, the model's chat template fails at the conversation, or a
-                server refuses the request.
-            ContextLengthError: question, history and answer do not fit the model's context.
-            BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
-            StoreError: the store of the engine is closed.
-            ServerError: a server that makes the answer fails.
-            UnsupportedModelError: a layer of the model does something that its survey did not show.
-            ForkError: this process is a fork of the one that made the engine.
-            RuntimeError, MemoryError: the model fails, such as torch without memory; over vLLM, RuntimeError also if
-                the engine is closed.
-            CancelledError: over vLLM, the engine was closed meanwhile; also vLLM's own exceptions.
-
-        Errors of the memory and of the retriever pass.
+        The model starts with the first piece. The statistics are there, and the turn is remembered, once the stream has
+        ended: of an answer that an error or its reader ends early, the text so far. For `chat_history` see `chat`.
         """
         if chat_history is not None:
             self.memory.set(chat_history)
@@ -325,32 +216,7 @@ class CacheCraftChatEngine(BaseChatEngine, Closeable):
     ) -> CacheCraftStreamingChatResponse:
         """Retrieve, then answer piece by piece: `async for piece in response.async_response_gen()`.
 
-        The prompt is tokenised in a thread, and neither this call nor the pieces block the event loop.
-
-        Args:
-            message: the user's message.
-            chat_history: replaces what the memory holds; None: it stays.
-
-        Returns:
-            The response with its source nodes. Its `metadata["cachecraft"]` is there, and the turn is remembered, once
-            the stream has ended; the model starts with the first piece. Of an answer that an error or its reader ends
-            early, the text so far is remembered. An answer without text is not remembered, nor its question. If
-            retrieval finds no nodes, the model answers from the conversation alone.
-
-        Raises, by this call for a message that cannot be answered, else by a piece:
-            ConfigError: the message is empty or no text, the model's chat template fails at the conversation, or a
-                server refuses the request.
-            ContextLengthError: question, history and answer do not fit the model's context.
-            BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
-            StoreError: the store of the engine is closed.
-            ServerError: a server that makes the answer fails.
-            UnsupportedModelError: a layer of the model does something that its survey did not show.
-            ForkError: this process is a fork of the one that made the engine.
-            RuntimeError, MemoryError: the model fails, such as torch without memory; over vLLM, RuntimeError also if
-                the engine is closed.
-            CancelledError: over vLLM, the engine was closed meanwhile; also vLLM's own exceptions.
-
-        Errors of the memory and of the retriever pass.
+        Otherwise the same as `stream_chat`; the prompt is tokenised in a thread.
         """
         if chat_history is not None:
             await self.memory.aset(chat_history)

@@ -71,16 +71,14 @@ class CacheCraftLLM(FunctionCallingLLM):
     It calls tools, as LlamaIndex's agents ask for, in the form of the model's chat template (`chat_with_tools`).
 
     Statistics are in `raw` of a whole response and of a stream's last one: `raw["usage"]`, by which LlamaIndex counts
-    tokens, and `raw["cachecraft"]`. Of a stock engine (`index.as_query_engine(llm=…)`) they are in
-    `response.metadata["cachecraft"]`, with those of the calls before the last in "earlier_calls".
+    tokens, and `raw["cachecraft"]`, `RequestStats.as_dict()`. Of a stock engine (`index.as_query_engine(llm=…)`) they
+    are in `response.metadata["cachecraft"]`, with those of the calls before the last in "earlier_calls".
 
     Args:
         engine: you close it yourself.
         sampling: how tokens are drawn, unless a call has its own `sampling=`.
-        max_tokens: most tokens of an answer, in place of those of `sampling`.
+        max_tokens: most tokens of an answer; overrides that of `sampling`.
         session: see `Engine.stream`.
-
-    Raises `ConfigError` for a `max_tokens` below 1, and for an argument of another kind.
     """
 
     model_name: str
@@ -129,15 +127,9 @@ class CacheCraftLLM(FunctionCallingLLM):
     def from_dict(
         cls, data: dict[str, Any], *, engine: AnswerEngine | None = None, **kwargs: Any
     ) -> CacheCraftLLM:
-        """Return the LLM that `to_dict` described, over an open engine.
+        """Return the LLM that `to_dict` described, over an open engine: a dict cannot hold one.
 
-        Args:
-            data: values of `to_dict`; only `session` is read.
-            engine: the engine that answers.
-            kwargs: `sampling`, `callback_manager` and other arguments of the class.
-
-        Raises ConfigError without an engine, because a dict cannot hold one, for an engine, a sampling or a session of
-        another type, and for a `max_tokens` below 1; TypeError for an unknown argument.
+        Of `data` only `session` is read; `kwargs` are other arguments of the class.
         """
         if engine is None:
             raise ConfigError(
@@ -153,11 +145,9 @@ class CacheCraftLLM(FunctionCallingLLM):
 
     @property
     def metadata(self) -> LLMMetadata:
-        """A new `LLMMetadata` with the model's name, its context and its longest answer (both in tokens).
+        """A new `LLMMetadata`; the longest answer is that of the class, whatever a call says.
 
-        The longest answer is that of the class, whatever a call says. `is_chat_model` is True.
-        `is_function_calling_model` is True if the engine supports tools and the model's chat template writes them, as
-        `FunctionAgent` asks for. Raises nothing.
+        `is_function_calling_model`, which `FunctionAgent` asks for, is True if engine and chat template support tools.
         """
         return LLMMetadata(
             context_window=self.context_window,
@@ -191,25 +181,10 @@ class CacheCraftLLM(FunctionCallingLLM):
             document_ids: the chunk id of each document, empty where it is not known; () if none is. A text that was
                 edited after its id was noted is hashed again (`ChunkStats.stale_id`).
             history: earlier turns, see `prompt.builder.Turn`.
-            sampling: sampling of this answer; None: that of the class.
-            max_tokens: longest answer; None: as `sampling` says.
+            sampling, max_tokens: of this answer; None: those of the class.
             config: reuse settings of this answer; None: the engine's.
             tools: tools that the model may call, in OpenAI's form; the calls are in the answer's text.
-
-        Raises, by this call or by a piece:
-            ConfigError: an unknown option; `documents` that are not texts, or another number of `document_ids`; a
-                `max_tokens` below 1; the question is empty; the history or a schema cannot be used; the chat template
-                fails at the conversation; or a server refuses the request.
-            UnsupportedCallError: there are tools, or `history` has calls of tools, which this engine does not support.
-            ContextLengthError: question, history and answer do not fit the model's context.
-            BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
-            StoreError: the store of the engine is closed.
-            ServerError: a server that makes the answer fails.
-            UnsupportedModelError: a layer of the model does something that its survey did not show.
-            ForkError: this process is a fork of the one that made the engine.
-            RuntimeError, MemoryError: the model fails, such as torch without memory; over vLLM, RuntimeError also if
-                the engine is closed.
-            CancelledError: over vLLM, the engine was closed meanwhile; also vLLM's own exceptions.
+            unknown: other options, which are refused.
         """
         if unknown:
             raise ConfigError(
@@ -252,30 +227,17 @@ class CacheCraftLLM(FunctionCallingLLM):
         llm_kwargs: dict[str, Any] | None = None,
         **prompt_args: object,
     ) -> Model:
-        """Return an answer as an object of a pydantic model.
+        """Return an answer as an object of a pydantic model, to whose JSON schema it is kept (extra "structured").
 
         Args:
-            output_cls: the pydantic model; its JSON schema is added to the prompt, and the answer is kept to it.
+            output_cls: the pydantic model; its JSON schema is also added to the prompt.
             prompt: LlamaIndex's template of the messages.
             llm_kwargs: options of `begin`, apart from `history`.
             prompt_args: values of the template's variables. One without a value stays in the text, or LlamaIndex raises
                 KeyError, which depends on its version.
 
         Raises:
-            ConfigError: the model has no JSON schema, no answer can be kept to it, the answer ends early
-                (`max_tokens`) or a validator of the model refuses it, the extra "structured" is missing, the last
-                message is the assistant's, an option is unknown or invalid, or a server refuses the request.
-            ContextLengthError: question, history and answer do not fit the model's context.
-            BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
-            StoreError: the store of the engine is closed.
-            ServerError: a server that makes the answer fails.
-            UnsupportedModelError: a layer of the model does something that its survey did not show.
-            ForkError: this process is a fork of the one that made the engine.
-            RuntimeError, MemoryError: the model fails, such as torch without memory; over vLLM, RuntimeError also if
-                the engine is closed.
-            CancelledError: over vLLM, the engine was closed meanwhile; also vLLM's own exceptions.
-            IndexError: the template has no messages.
-            TypeError: `history` is among the options.
+            ConfigError: no answer can be kept to the model, it ends early (`max_tokens`), or a validator refuses it.
         """
         messages, options = self._structured(output_cls, prompt, llm_kwargs, prompt_args)
         return validated(output_cls, self.chat(messages, **options).message.content)
@@ -287,31 +249,7 @@ class CacheCraftLLM(FunctionCallingLLM):
         llm_kwargs: dict[str, Any] | None = None,
         **prompt_args: object,
     ) -> Model:
-        """Return an answer as an object of a pydantic model, without blocking the event loop.
-
-        Args:
-            output_cls: the pydantic model; its JSON schema is added to the prompt, and the answer is kept to it.
-            prompt: LlamaIndex's template of the messages.
-            llm_kwargs: options of `begin`, apart from `history`.
-            prompt_args: values of the template's variables. One without a value stays in the text, or LlamaIndex raises
-                KeyError, which depends on its version.
-
-        Raises:
-            ConfigError: the model has no JSON schema, no answer can be kept to it, the answer ends early
-                (`max_tokens`) or a validator of the model refuses it, the extra "structured" is missing, the last
-                message is the assistant's, an option is unknown or invalid, or a server refuses the request.
-            ContextLengthError: question, history and answer do not fit the model's context.
-            BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
-            StoreError: the store of the engine is closed.
-            ServerError: a server that makes the answer fails.
-            UnsupportedModelError: a layer of the model does something that its survey did not show.
-            ForkError: this process is a fork of the one that made the engine.
-            RuntimeError, MemoryError: the model fails, such as torch without memory; over vLLM, RuntimeError also if
-                the engine is closed.
-            CancelledError: over vLLM, the engine was closed meanwhile; also vLLM's own exceptions.
-            IndexError: the template has no messages.
-            TypeError: `history` is among the options.
-        """
+        """Same as `structured_predict`, without blocking the event loop."""
         messages, options = self._structured(output_cls, prompt, llm_kwargs, prompt_args)
         return validated(output_cls, (await self.achat(messages, **options)).message.content)
 
@@ -333,157 +271,42 @@ class CacheCraftLLM(FunctionCallingLLM):
     def keeping_to(
         self, output_cls: type[BaseModel], sampling: SamplingParams | None = None
     ) -> SamplingParams:
-        """Return sampling that keeps an answer to a pydantic model: `sampling`, or that of the class, with its schema.
-
-        Raises ConfigError if `output_cls` has no JSON schema, such as a class that is no pydantic model, and for a
-        `sampling` of another class.
-        """
+        """Return `sampling`, or that of the class, with a pydantic model's schema, to which it keeps an answer."""
         check_kind("sampling", sampling, SamplingParams, optional=True)
         return replace(sampling or self._sampling, json_schema=output_cls)
 
     @llm_completion_callback()
     def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
-        """Answer a prompt without documents, unless they are given; return the text and the statistics in `raw`.
-
-        `raw["usage"]` has the numbers of tokens, `raw["cachecraft"]` is `RequestStats.as_dict()`.
-
-        Args:
-            prompt: the question.
-            formatted: LlamaIndex's; has no effect.
-            kwargs: options of `begin`.
-
-        Raises:
-            ConfigError: an option is unknown; `documents` are no texts, or `document_ids` are of another number; the
-                question, the history or a schema cannot be used; or a server refuses the request.
-            UnsupportedCallError: there are tools, or `history` has calls of tools, which this engine does not support.
-            ContextLengthError: question, history and answer do not fit the model's context.
-            BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
-            StoreError: the store of the engine is closed.
-            ServerError: a server that makes the answer fails.
-            UnsupportedModelError: a layer of the model does something that its survey did not show.
-            ForkError: this process is a fork of the one that made the engine.
-            RuntimeError, MemoryError: the model fails, such as torch without memory; over vLLM, RuntimeError also if
-                the engine is closed.
-            CancelledError: over vLLM, the engine was closed meanwhile; also vLLM's own exceptions.
-        """
+        """Answer a prompt; `kwargs` are options of `begin`, `formatted` is LlamaIndex's and has no effect."""
         return last_of(responses_of(self.begin(prompt, **kwargs)))
 
     @llm_completion_callback()
     def stream_complete(
         self, prompt: str, formatted: bool = False, **kwargs: Any
     ) -> CompletionResponseGen:
-        """Return a generator of the answer: one response for each piece, then one with the statistics in `raw`.
-
-        Each response has the text so far (`text`) and the new piece (`delta`), which is "" in the last one.
-
-        Args:
-            prompt: the question.
-            formatted: LlamaIndex's; has no effect.
-            kwargs: options of `begin`.
-
-        Raises, by this call or by a piece:
-            ConfigError: an option is unknown; `documents` are no texts, or `document_ids` are of another number; the
-                question, the history or a schema cannot be used; or a server refuses the request.
-            UnsupportedCallError: there are tools, or `history` has calls of tools, which this engine does not support.
-            ContextLengthError: question, history and answer do not fit the model's context.
-            BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
-            StoreError: the store of the engine is closed.
-            ServerError: a server that makes the answer fails.
-            UnsupportedModelError: a layer of the model does something that its survey did not show.
-            ForkError: this process is a fork of the one that made the engine.
-            RuntimeError, MemoryError: the model fails, such as torch without memory; over vLLM, RuntimeError also if
-                the engine is closed.
-            CancelledError: over vLLM, the engine was closed meanwhile; also vLLM's own exceptions.
-        """
+        """Yield a response for each piece (`delta`) with the text so far, and a last one with `raw`; see `complete`."""
         return responses_of(self.begin(prompt, **kwargs))
 
     @llm_completion_callback()
     async def acomplete(
         self, prompt: str, formatted: bool = False, **kwargs: Any
     ) -> CompletionResponse:
-        """Answer a prompt without blocking the event loop; return the text and the statistics in `raw`.
-
-        There are no documents unless they are given. `raw["usage"]` has the numbers of tokens, `raw["cachecraft"]` is
-        `RequestStats.as_dict()`. A cancelled task ends the answer.
-
-        Args:
-            prompt: the question.
-            formatted: LlamaIndex's; has no effect.
-            kwargs: options of `begin`.
-
-        Raises:
-            ConfigError: an option is unknown; `documents` are no texts, or `document_ids` are of another number; the
-                question, the history or a schema cannot be used; or a server refuses the request.
-            UnsupportedCallError: there are tools, or `history` has calls of tools, which this engine does not support.
-            ContextLengthError: question, history and answer do not fit the model's context.
-            BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
-            StoreError: the store of the engine is closed.
-            ServerError: a server that makes the answer fails.
-            UnsupportedModelError: a layer of the model does something that its survey did not show.
-            ForkError: this process is a fork of the one that made the engine.
-            RuntimeError, MemoryError: the model fails, such as torch without memory; over vLLM, RuntimeError also if
-                the engine is closed.
-            CancelledError: over vLLM, the engine was closed meanwhile; also vLLM's own exceptions.
-        """
+        """Same as `complete`, without blocking the event loop. A cancelled task ends the answer."""
         return await alast_of(aresponses_of(await asyncio.to_thread(self.begin, prompt, **kwargs)))
 
     @llm_completion_callback()
     async def astream_complete(
         self, prompt: str, formatted: bool = False, **kwargs: Any
     ) -> CompletionResponseAsyncGen:
-        """Return an asynchronous generator of the answer: one response for each piece, then one with `raw`.
-
-        Each response has the text so far (`text`) and the new piece (`delta`), which is "" in the last one. `raw` has
-        the statistics. The prompt is tokenised in a thread.
-
-        Args:
-            prompt: the question.
-            formatted: LlamaIndex's; has no effect.
-            kwargs: options of `begin`.
-
-        Raises, by this call or by a piece:
-            ConfigError: an option is unknown; `documents` are no texts, or `document_ids` are of another number; the
-                question, the history or a schema cannot be used; or a server refuses the request.
-            UnsupportedCallError: there are tools, or `history` has calls of tools, which this engine does not support.
-            ContextLengthError: question, history and answer do not fit the model's context.
-            BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
-            StoreError: the store of the engine is closed.
-            ServerError: a server that makes the answer fails.
-            UnsupportedModelError: a layer of the model does something that its survey did not show.
-            ForkError: this process is a fork of the one that made the engine.
-            RuntimeError, MemoryError: the model fails, such as torch without memory; over vLLM, RuntimeError also if
-                the engine is closed.
-            CancelledError: over vLLM, the engine was closed meanwhile; also vLLM's own exceptions.
-        """
+        """Same as `stream_complete`, asynchronously; the prompt is tokenised in a thread."""
         return aresponses_of(await asyncio.to_thread(self.begin, prompt, **kwargs))
 
     @llm_chat_callback()
     def chat(self, messages: Sequence[ChatMessage], **kwargs: object) -> ChatResponse:
-        """Answer the last message; return the whole answer, with the statistics in `raw`.
+        """Answer the last message, the user's or a tool's result; every role but the assistant counts as the user.
 
-        `raw["usage"]` has the numbers of tokens, `raw["cachecraft"]` is `RequestStats.as_dict()`.
-
-        Args:
-            messages: the conversation; the last message is the user's or a tool's result. Every other role but the
-                assistant counts as the user.
-            kwargs: options of `begin`, apart from `history`; and `tool_choice`: "auto" (the model decides), "none",
-                "any" (one of the tools is called) or the name of a tool. The last two need the extra "structured".
-
-        Raises:
-            ConfigError: an option is unknown; `documents` are no texts, or `document_ids` are of another number; the
-                last message is the assistant's, or there is no message; the question, the history or a schema cannot be
-                used; or a server refuses the request.
-            UnsupportedCallError: there are tools or calls of tools, which this engine does not support.
-            ContextLengthError: question, history and answer do not fit the model's context.
-            BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
-            StoreError: the store of the engine is closed.
-            ServerError: a server that makes the answer fails.
-            UnsupportedModelError: a layer of the model does something that its survey did not show.
-            ForkError: this process is a fork of the one that made the engine.
-            RuntimeError, MemoryError: the model fails, such as torch without memory; over vLLM, RuntimeError also if
-                the engine is closed.
-            CancelledError: over vLLM, the engine was closed meanwhile; also vLLM's own exceptions.
-            TypeError: `history` is among the options.
+        `kwargs` are options of `begin`, apart from `history`; and `tool_choice`: "auto" (the model decides), "none",
+        "any" (one of the tools is called) or the name of a tool. The last two need the extra "structured".
         """
         generation, answer = self._begin_chat(messages, kwargs)
         if answer is not None:
@@ -493,33 +316,7 @@ class CacheCraftLLM(FunctionCallingLLM):
 
     @llm_chat_callback()
     def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: object) -> ChatResponseGen:
-        """Return a generator of the answer to the last message: one response for each piece, then one with `raw`.
-
-        Each response has the text so far (`message.content`) and the new piece (`delta`), which is "" in the last one.
-        `raw` has the statistics.
-
-        Args:
-            messages: the conversation; the last message is the user's or a tool's result. Every other role but the
-                assistant counts as the user.
-            kwargs: options of `begin`, apart from `history`; and `tool_choice`: "auto" (the model decides), "none",
-                "any" (one of the tools is called) or the name of a tool. The last two need the extra "structured".
-
-        Raises, by this call or by a piece:
-            ConfigError: an option is unknown; `documents` are no texts, or `document_ids` are of another number; the
-                last message is the assistant's, or there is no message; the question, the history or a schema cannot be
-                used; or a server refuses the request.
-            UnsupportedCallError: there are tools or calls of tools, which this engine does not support.
-            ContextLengthError: question, history and answer do not fit the model's context.
-            BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
-            StoreError: the store of the engine is closed.
-            ServerError: a server that makes the answer fails.
-            UnsupportedModelError: a layer of the model does something that its survey did not show.
-            ForkError: this process is a fork of the one that made the engine.
-            RuntimeError, MemoryError: the model fails, such as torch without memory; over vLLM, RuntimeError also if
-                the engine is closed.
-            CancelledError: over vLLM, the engine was closed meanwhile; also vLLM's own exceptions.
-            TypeError: `history` is among the options.
-        """
+        """Yield a response for each piece (`delta`), with the text so far, then one with `raw`; see `chat`."""
         generation, answer = self._begin_chat(messages, kwargs)
         if answer is not None:
             return answer.responses(responses_of(generation))
@@ -527,33 +324,7 @@ class CacheCraftLLM(FunctionCallingLLM):
 
     @llm_chat_callback()
     async def achat(self, messages: Sequence[ChatMessage], **kwargs: object) -> ChatResponse:
-        """Answer the last message without blocking the event loop; return the answer, with the statistics in `raw`.
-
-        `raw["usage"]` has the numbers of tokens, `raw["cachecraft"]` is `RequestStats.as_dict()`. A cancelled task ends
-        the answer.
-
-        Args:
-            messages: the conversation; the last message is the user's or a tool's result. Every other role but the
-                assistant counts as the user.
-            kwargs: options of `begin`, apart from `history`; and `tool_choice`: "auto" (the model decides), "none",
-                "any" (one of the tools is called) or the name of a tool. The last two need the extra "structured".
-
-        Raises:
-            ConfigError: an option is unknown; `documents` are no texts, or `document_ids` are of another number; the
-                last message is the assistant's, or there is no message; the question, the history or a schema cannot be
-                used; or a server refuses the request.
-            UnsupportedCallError: there are tools or calls of tools, which this engine does not support.
-            ContextLengthError: question, history and answer do not fit the model's context.
-            BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
-            StoreError: the store of the engine is closed.
-            ServerError: a server that makes the answer fails.
-            UnsupportedModelError: a layer of the model does something that its survey did not show.
-            ForkError: this process is a fork of the one that made the engine.
-            RuntimeError, MemoryError: the model fails, such as torch without memory; over vLLM, RuntimeError also if
-                the engine is closed.
-            CancelledError: over vLLM, the engine was closed meanwhile; also vLLM's own exceptions.
-            TypeError: `history` is among the options.
-        """
+        """Same as `chat`, without blocking the event loop. A cancelled task ends the answer."""
         generation, answer = await asyncio.to_thread(self._begin_chat, messages, kwargs)
         if answer is not None:
             responses = answer.aresponses(aresponses_of(generation))
@@ -565,34 +336,7 @@ class CacheCraftLLM(FunctionCallingLLM):
     async def astream_chat(
         self, messages: Sequence[ChatMessage], **kwargs: object
     ) -> ChatResponseAsyncGen:
-        """Return an asynchronous generator of the answer to the last message, without blocking the event loop.
-
-        It yields one response for each piece, then one with the statistics in `raw`. Each response has the text so far
-        (`message.content`) and the new piece (`delta`), which is "" in the last one. The prompt is tokenised in a
-        thread.
-
-        Args:
-            messages: the conversation; the last message is the user's or a tool's result. Every other role but the
-                assistant counts as the user.
-            kwargs: options of `begin`, apart from `history`; and `tool_choice`: "auto" (the model decides), "none",
-                "any" (one of the tools is called) or the name of a tool. The last two need the extra "structured".
-
-        Raises, by this call or by a piece:
-            ConfigError: an option is unknown; `documents` are no texts, or `document_ids` are of another number; the
-                last message is the assistant's, or there is no message; the question, the history or a schema cannot be
-                used; or a server refuses the request.
-            UnsupportedCallError: there are tools or calls of tools, which this engine does not support.
-            ContextLengthError: question, history and answer do not fit the model's context.
-            BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
-            StoreError: the store of the engine is closed.
-            ServerError: a server that makes the answer fails.
-            UnsupportedModelError: a layer of the model does something that its survey did not show.
-            ForkError: this process is a fork of the one that made the engine.
-            RuntimeError, MemoryError: the model fails, such as torch without memory; over vLLM, RuntimeError also if
-                the engine is closed.
-            CancelledError: over vLLM, the engine was closed meanwhile; also vLLM's own exceptions.
-            TypeError: `history` is among the options.
-        """
+        """Same as `stream_chat`, asynchronously; the prompt is tokenised in a thread."""
         generation, answer = await asyncio.to_thread(self._begin_chat, messages, kwargs)
         if answer is not None:
             return answer.aresponses(aresponses_of(generation))
@@ -603,8 +347,7 @@ class CacheCraftLLM(FunctionCallingLLM):
     ) -> list[ToolSelection]:
         """Return the calls of tools in a response, in order.
 
-        Raises ConfigError, which is a ValueError, if there is none and `error_on_no_tool_call` is true; otherwise
-        returns [].
+        Without any it returns [], or raises ConfigError, which is a ValueError, if `error_on_no_tool_call`.
         """
         calls = calls_of(response.message)
         if not calls and error_on_no_tool_call:
@@ -662,19 +405,12 @@ class CacheCraftLLM(FunctionCallingLLM):
 
 
 def with_max_tokens(sampling: SamplingParams, max_tokens: int | None) -> SamplingParams:
-    """Return the sampling with another limit of an answer's tokens; with None the sampling itself.
-
-    With a limit it is a copy. Raises ConfigError for a limit below 1, and for anything but a whole number.
-    """
+    """Return the sampling with another limit of an answer's tokens; with None the sampling itself."""
     return sampling if max_tokens is None else replace(sampling, max_new_tokens=max_tokens)
 
 
 def validated(output_cls: type[Model], text: str | None) -> Model:
-    """Return an answer as an object of a pydantic model.
-
-    Raises ConfigError if there is no text, or it is not JSON of the model, for example because the answer ended early;
-    AttributeError if `output_cls` is no pydantic model.
-    """
+    """Return an answer as an object of a pydantic model; ConfigError if it is not JSON of it, as if it ended early."""
     try:
         return output_cls.model_validate_json(text or "")
     except ValidationError as error:
@@ -689,22 +425,7 @@ def _raw(stats: RequestStats) -> dict[str, object]:
 
 
 def responses_of(generation: Generation) -> CompletionResponseGen:
-    """Yield one response per piece, then one without a piece that has the statistics in `raw`; then close the answer.
-
-    Each has the text so far. If a piece raises, the answer is closed and the last response is left out.
-
-    Raises:
-        ConfigError: an answer that keeps to a schema can neither go on nor end, or a server refuses the request.
-        ContextLengthError: question, history and answer do not fit the model's context.
-        BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
-        StoreError: the store of the engine is closed.
-        ServerError: a server that makes the answer fails.
-        UnsupportedModelError: a layer of the model does something that its survey did not show.
-        ForkError: this process is a fork of the one that made the engine.
-        RuntimeError, MemoryError: the model fails, such as torch without memory; over vLLM, RuntimeError also if the
-            engine is closed.
-        CancelledError: over vLLM, the engine was closed meanwhile; also vLLM's own exceptions.
-    """
+    """Yield a response per piece, with the text so far, then one with the statistics in `raw`; close the answer."""
     try:
         for piece in generation:
             yield CompletionResponse(text=generation.text, delta=piece)
@@ -714,23 +435,7 @@ def responses_of(generation: Generation) -> CompletionResponseGen:
 
 
 async def aresponses_of(generation: Generation) -> CompletionResponseAsyncGen:
-    """Yield one response per piece without blocking the event loop, then one without a piece that has `raw`.
-
-    Each has the text so far; `raw` has the statistics. The answer is closed at the end. If a piece raises, the last
-    response is left out.
-
-    Raises:
-        ConfigError: an answer that keeps to a schema can neither go on nor end, or a server refuses the request.
-        ContextLengthError: question, history and answer do not fit the model's context.
-        BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
-        StoreError: the store of the engine is closed.
-        ServerError: a server that makes the answer fails.
-        UnsupportedModelError: a layer of the model does something that its survey did not show.
-        ForkError: this process is a fork of the one that made the engine.
-        RuntimeError, MemoryError: the model fails, such as torch without memory; over vLLM, RuntimeError also if the
-            engine is closed.
-        CancelledError: over vLLM, the engine was closed meanwhile; also vLLM's own exceptions.
-    """
+    """Same as `responses_of`, without blocking the event loop."""
     async with aclosing(generation):
         async for piece in generation:
             yield CompletionResponse(text=generation.text, delta=piece)
@@ -738,21 +443,13 @@ async def aresponses_of(generation: Generation) -> CompletionResponseAsyncGen:
 
 
 def last_of(responses: CompletionResponseGen) -> CompletionResponse:
-    """Return the last response: the whole text and the statistics.
-
-    Reads all of them. Errors of the responses pass, of `responses_of` for example BusyError, StoreError or ServerError.
-    Raises ValueError without any response.
-    """
+    """Read all responses and return the last: the whole text and the statistics."""
     *_, last = responses
     return last
 
 
 async def alast_of(responses: CompletionResponseAsyncGen) -> CompletionResponse:
-    """Return the last response of an asynchronous generator: the whole text and the statistics.
-
-    Reads all of them and closes the generator. Errors of the responses pass, of `aresponses_of` for example BusyError,
-    StoreError or ServerError. Raises IndexError without any response.
-    """
+    """Same as `last_of`; closes the generator."""
     async with aclosing(responses):
         return [response async for response in responses][-1]
 
@@ -780,29 +477,12 @@ def observed(
 ) -> CompletionResponseGen | ChatResponseGen:
     """Return a generator of an answer's responses, with LlamaIndex's events of an LLM call.
 
-    They are completions for a prompt, and chat responses for messages: one for each piece, then one with the statistics
-    in `raw`. The event of the call's begin is sent now, the others while the responses are read.
+    They are completions if a prompt was `asked`, and chat responses for messages: one for each piece, then one with the
+    statistics in `raw`. The event of the call's begin is sent now, the others while the responses are read. `documents`
+    are the options of the call, as the events name them.
 
     The answer ends with its reader: LlamaIndex's wrapper does not close it, and event handlers may keep its frames
     alive. So the generator closes the answer at its end, and when it is closed after its first response.
-
-    Args:
-        llm: whose callbacks receive the events.
-        asked: the prompt, or the messages.
-        generation: the answer; the model starts with its first piece.
-        documents: options of the call, as the events name them.
-
-    Errors of event handlers pass. The responses raise:
-        ConfigError: an answer that keeps to a schema can neither go on nor end, or a server refuses the request.
-        ContextLengthError: question, history and answer do not fit the model's context.
-        BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
-        StoreError: the store of the engine is closed.
-        ServerError: a server that makes the answer fails.
-        UnsupportedModelError: a layer of the model does something that its survey did not show.
-        ForkError: this process is a fork of the one that made the engine.
-        RuntimeError, MemoryError: the model fails, such as torch without memory; over vLLM, RuntimeError also if the
-            engine is closed.
-        CancelledError: over vLLM, the engine was closed meanwhile; also vLLM's own exceptions.
     """
     completions = responses_of(generation)
     is_completion = isinstance(asked, str)
@@ -847,30 +527,7 @@ async def aobserved(
     generation: Generation,
     documents: Mapping[str, object],
 ) -> AsyncGenerator[CompletionResponse, None] | AsyncGenerator[ChatResponse, None]:
-    """Return an asynchronous generator of an answer's responses, with LlamaIndex's events of an LLM call.
-
-    They are completions for a prompt, and chat responses for messages: one for each piece, then one with the statistics
-    in `raw`. The event of the call's begin is sent by this coroutine, the others while the responses are read. The
-    generator closes the answer at its end, and when it is closed after its first response.
-
-    Args:
-        llm: whose callbacks receive the events.
-        asked: the prompt, or the messages.
-        generation: the answer; the model starts with its first piece.
-        documents: options of the call, as the events name them.
-
-    Errors of event handlers pass. The responses raise:
-        ConfigError: an answer that keeps to a schema can neither go on nor end, or a server refuses the request.
-        ContextLengthError: question, history and answer do not fit the model's context.
-        BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
-        StoreError: the store of the engine is closed.
-        ServerError: a server that makes the answer fails.
-        UnsupportedModelError: a layer of the model does something that its survey did not show.
-        ForkError: this process is a fork of the one that made the engine.
-        RuntimeError, MemoryError: the model fails, such as torch without memory; over vLLM, RuntimeError also if the
-            engine is closed.
-        CancelledError: over vLLM, the engine was closed meanwhile; also vLLM's own exceptions.
-    """
+    """Same as `observed`, asynchronously; this coroutine sends the event of the call's begin."""
     completions = aresponses_of(generation)
     is_completion = isinstance(asked, str)
     responses = (

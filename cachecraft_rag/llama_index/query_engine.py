@@ -66,8 +66,7 @@ def _retriever(
 class CacheCraftQueryEngine(RetrieverQueryEngine, Closeable):
     """Any LlamaIndex retriever, then `CacheCraftSynthesizer`. Make it with `from_index` or `from_defaults`.
 
-    Close it at the end (or use a `with` block); otherwise pending captures may be lost. Raises ConfigError for another
-    synthesizer.
+    Close it at the end (or use a `with` block); otherwise pending captures may be lost.
     """
 
     def __init__(
@@ -114,16 +113,7 @@ class CacheCraftQueryEngine(RetrieverQueryEngine, Closeable):
                 `filters` …). The named arguments are those of `from_defaults`.
 
         Raises:
-            ConfigError: a retriever instead of an index, an option that is unknown or about LlamaIndex's own LLM and
-                prompts, settings of an engine beside an open one, an invalid value, or, without `engine`, a dtype,
-                device, remote, package or chat template that cannot be used.
-            ModelNotFoundError: without `engine`, if nothing of that name can be loaded, or a file of it is damaged.
-            UnsupportedModelError: without `engine`, if the model has no raw keys to store, or fails the self-check.
-            StoreError: without `engine`, if the store folder or its catalog cannot be used.
-            RuntimeError, MemoryError: without `engine`, if there is no memory for the model, such as
-                torch.OutOfMemoryError on a GPU.
-
-        Other errors of `index.as_retriever` than its TypeError pass.
+            ConfigError: an option that is about LlamaIndex's own LLM and prompts, or unknown to the index's retriever.
         """
         if isinstance(index, BaseRetriever):
             raise ConfigError(
@@ -191,16 +181,6 @@ class CacheCraftQueryEngine(RetrieverQueryEngine, Closeable):
             streaming, sampling, max_tokens, session, empty_response, with_outcomes, output_cls, text_qa_template: as
                 in `CacheCraftSynthesizer`.
             engine_options: single options of `EngineConfig` by name (`system`, `device` …), which override `config`.
-
-        Raises:
-            ConfigError: an index instead of a retriever, settings of an engine beside an open one, another
-                `response_mode`, an `output_cls` or a template that cannot be used, an unknown option, an invalid
-                value, or, without `engine`, a dtype, device, remote, package or chat template that cannot be used.
-            ModelNotFoundError: without `engine`, if nothing of that name can be loaded, or a file of it is damaged.
-            UnsupportedModelError: without `engine`, if the model has no raw keys to store, or fails the self-check.
-            StoreError: without `engine`, if the store folder or its catalog cannot be used.
-            RuntimeError, MemoryError: without `engine`, if there is no memory for the model, such as
-                torch.OutOfMemoryError on a GPU.
         """
         if isinstance(retriever, BaseIndex):
             raise ConfigError("this is an index and not a retriever: write from_index(index, …)")
@@ -238,27 +218,12 @@ class CacheCraftQueryEngine(RetrieverQueryEngine, Closeable):
 
     @classmethod
     def from_args(cls, retriever: BaseRetriever, **options: Any) -> Self:  # type: ignore[override]
-        """Return a query engine over any LlamaIndex retriever: LlamaIndex's own method would require OpenAI.
-
-        Args:
-            retriever: finds the chunks.
-            options: those of `from_defaults`, by name.
-
-        Raises:
-            ConfigError: an index instead of a retriever, settings of an engine beside an open one, another
-                `response_mode`, an `output_cls` or a template that cannot be used, an unknown option, an invalid
-                value, or, without `engine`, a dtype, device, remote, package or chat template that cannot be used.
-            ModelNotFoundError: without `engine`, if nothing of that name can be loaded, or a file of it is damaged.
-            UnsupportedModelError: without `engine`, if the model has no raw keys to store, or fails the self-check.
-            StoreError: without `engine`, if the store folder or its catalog cannot be used.
-            RuntimeError, MemoryError: without `engine`, if there is no memory for the model, such as
-                torch.OutOfMemoryError on a GPU.
-        """
+        """Same as `from_defaults`: LlamaIndex's own method would require OpenAI."""
         return cls.from_defaults(retriever, **options)
 
     @property
     def engine(self) -> AnswerEngine:
-        """The engine that answers. Raises nothing."""
+        """The engine that answers."""
         return self.synthesizer.engine
 
     def _query(self, query_bundle: QueryBundle) -> RESPONSE_TYPE:
@@ -275,18 +240,11 @@ class CacheCraftQueryEngine(RetrieverQueryEngine, Closeable):
             self.engine.prompts.build(query_bundle.query_str, [])
 
     def with_retriever(self, retriever: BaseRetriever) -> CacheCraftQueryEngine:
-        """Return a copy with another retriever. Both share the engine: close one of them, once neither is needed.
-
-        The copy has the same synthesizer, postprocessors and callbacks. The retriever is not checked. Raises nothing.
-        """
+        """Return a copy with another retriever. Both share the engine: close one of them, once neither is needed."""
         return type(self)(
             retriever, self.synthesizer, self._node_postprocessors, self.callback_manager
         )
 
     def close(self) -> None:
-        """Close the engine that this class opened, which writes its pending captures; a second call does nothing.
-
-        An engine that was passed in stays open and its pending captures are not written here: close it yourself. Raises
-        nothing, and does nothing in a fork of the process.
-        """
+        """Close an engine that this class has opened, which writes its pending captures; others stay open."""
         self.synthesizer.close()

@@ -58,22 +58,11 @@ class Sources:
             self.chunk_ids[node.node_id] = chunk_id
 
     def documents(self) -> DocumentOptions:
-        """Return options of `CacheCraftLLM.begin`: copies of `texts` as "documents" and `noted_ids` as "document_ids".
-
-        Both lists are empty without nodes. Raises nothing.
-        """
+        """Return options of `CacheCraftLLM.begin`: copies of `texts` and `noted_ids`."""
         return {"documents": list(self.texts), "document_ids": list(self.noted_ids)}
 
     def note_outcomes(self, statistics: Mapping[str, Any]) -> None:
-        """Put each passage's outcome into its node's metadata; "" for a passage without one. Returns None.
-
-        Does nothing without `with_outcomes`.
-
-        Args:
-            statistics: values of `RequestStats.as_dict()`; without "chunks" every node gets "".
-
-        Raises KeyError for a chunk without an id among them, and for a node whose metadata has lost its chunk id.
-        """
+        """Put each passage's outcome, of `RequestStats.as_dict()`, into its node's metadata; "" without one."""
         if not self._with_outcomes:
             return
         outcomes = {chunk["chunk_id"]: chunk for chunk in statistics.get("chunks", ())}

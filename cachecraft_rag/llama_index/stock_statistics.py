@@ -54,22 +54,14 @@ class _StockStatistics(BaseEventHandler):
 
 
 def observe_synthesizers() -> None:
-    """Make LlamaIndex's synthesizers report to this module, until the process ends; a second call changes nothing.
-
-    An event handler is added to LlamaIndex's dispatcher; it puts the statistics of noted answers into responses.
-    Returns None, raises nothing.
-    """
+    """Add, once in a process, the event handler that puts statistics of noted answers into responses."""
     dispatcher = get_dispatcher(_SYNTHESIZERS)
     if not any(isinstance(handler, _StockStatistics) for handler in dispatcher.event_handlers):
         dispatcher.add_event_handler(_StockStatistics())
 
 
 def note_answer(generation: Generation) -> None:
-    """Note an answer for the response that LlamaIndex is making in this task; does nothing if it makes no response.
-
-    Its statistics are put into the metadata of that response once it is made, or once its stream has ended. Of more
-    than 64 answers for one response the last ones are kept. Returns None, raises nothing.
-    """
+    """Note an answer for the response that LlamaIndex is making in this task, of many the last 64."""
     answers = _answers.get()
     if answers is not None:
         answers.append(generation)

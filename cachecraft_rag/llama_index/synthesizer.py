@@ -29,7 +29,7 @@ from pydantic import BaseModel
 from cachecraft_rag.checks import check_flag, check_kind, check_text, shown
 from cachecraft_rag.engine.base import AnswerEngine, PathLike
 from cachecraft_rag.engine.config import EngineConfig
-from cachecraft_rag.engine.engine import Engine
+from cachecraft_rag.engine.loading import engine_loader
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.llama_index.llm import CacheCraftLLM, aobserved, observed, validated
 from cachecraft_rag.llama_index.sources import Sources
@@ -96,10 +96,6 @@ class CacheCraftSynthesizer(BaseSynthesizer, Closeable):
         output_cls: a pydantic model that the answer keeps to; the response is a `PydanticResponse`. Not for streams.
         text_qa_template: LlamaIndex's, with {context_str} first and {query_str} after it. Text before the chunks
             belongs in the engine's instruction (`system`).
-
-    Raises ConfigError for an `output_cls` or a template that cannot be used, a `max_tokens` below 1, and an argument of
-    another kind. `update_prompts` raises it for another prompt than `text_qa_template`, and for a template that cannot
-    be used.
     """
 
     def __init__(
@@ -163,28 +159,12 @@ class CacheCraftSynthesizer(BaseSynthesizer, Closeable):
     ) -> Self:
         """Load a model and open (or make) a store folder, as `Engine.from_pretrained`; `close` closes both.
 
-        Args:
-            model: Hugging Face name or folder, or "demo".
-            store: folder of the chunk-caches.
-            config: how to open the engine.
-            engine_options: single options of `EngineConfig` by name (`system`, `device` …), which override `config`.
-
-        The other arguments are those of the class.
-
-        Raises:
-            ConfigError: an unknown option, an invalid value, an `output_cls` or a template that cannot be used, a dtype
-                or device that is not available, a quality target that could not act, a remote or its keys that cannot
-                be used, a package that the codec or the remote needs and that is not installed, or a chat template that
-                cannot be cut into segments. Arguments of this class are checked after the model was loaded; the engine
-                is closed again then.
-            ModelNotFoundError: nothing of that name can be loaded, or a file of it is damaged.
-            UnsupportedModelError: the model has no raw keys to store, or fails the self-check.
-            StoreError: the store folder or its catalog cannot be used.
-            RuntimeError, MemoryError: there is no memory for the model, such as torch.OutOfMemoryError on a GPU.
+        `engine_options` are single options of `EngineConfig` by name (`system`, `device` …), which override `config`.
+        The other arguments are those of the class; they are checked after the model was loaded.
         """
         with ExitStack() as opened:
             engine = opened.enter_context(
-                Engine.from_pretrained(model, store=store, config=config, **engine_options)
+                engine_loader()(model, store=store, config=config, **engine_options)
             )
             made = cls(
                 engine,
@@ -202,51 +182,21 @@ class CacheCraftSynthesizer(BaseSynthesizer, Closeable):
         return made
 
     def sources(self, nodes: Iterable[NodeWithScore]) -> Sources:
-        """Return the sources of an answer over these nodes: copies with notes, or without any as `with_outcomes` says.
-
-        Raises nothing for a list of nodes.
-        """
+        """Return the sources of an answer over these nodes: copies, with notes if `with_outcomes` says so."""
         return Sources(nodes, with_outcomes=self._with_outcomes)
 
     def close(self) -> None:
-        """Close the engine that `from_pretrained` opened, which writes pending captures; a second call does nothing.
-
-        An engine that was passed in stays open and its pending captures are not written here: close it yourself. Raises
-        nothing, and does nothing in a fork of the process.
-        """
+        """Close the engine that `from_pretrained` opened and write its pending captures; another stays open."""
         self._opened.close()
 
     def synthesize(
         self, query: QueryTextType, nodes: list[NodeWithScore], *args: object, **settings: object
     ) -> RESPONSE_TYPE:
-        """Answer from nodes as LlamaIndex's synthesizers do; the model does not see the nodes' `file_path`.
+        """Answer from nodes, best first, as LlamaIndex's synthesizers do; the sources are copies of the nodes.
 
-        Args:
-            query: the question.
-            nodes: the passages, best first; without nodes the model is not asked: the answer is `empty_response`, or
-                LlamaIndex's "Empty Response", a text also with `output_cls`, and has no statistics.
-            args: LlamaIndex's list of further source nodes, which the model does not see.
-            settings: options of `get_response`.
-
-        Returns:
-            LlamaIndex's response, with copies of the nodes as sources and the statistics under
-            `metadata["cachecraft"]`; a streaming response if this synthesizer streams, a `PydanticResponse` with
-            `output_cls`. The statistics of a stream are there once it has ended.
-
-        Raises, for a stream by this call or by a piece:
-            ConfigError: the question or an option of `get_response` cannot be used; with `output_cls`, the answer ends
-                early or no answer can be kept to the class, or the extra "structured" is missing; or a server refuses
-                the request.
-            UnsupportedCallError: `history` has calls of tools, which this engine does not support.
-            ContextLengthError: question, history and answer do not fit the model's context.
-            BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
-            StoreError: the store of the engine is closed.
-            ServerError: a server that makes the answer fails.
-            UnsupportedModelError: a layer of the model does something that its survey did not show.
-            ForkError: this process is a fork of the one that made the engine.
-            RuntimeError, MemoryError: the model fails, such as torch without memory; over vLLM, RuntimeError also if
-                the engine is closed.
-            CancelledError: over vLLM, the engine was closed meanwhile; also vLLM's own exceptions.
+        Without nodes the model is not asked: the answer is `empty_response`, a text also with `output_cls`, without
+        statistics. The model does not see LlamaIndex's further source nodes (`args`). `settings` are options of
+        `get_response`.
         """
         sources = self.sources(nodes)
         settings["document_ids"] = sources.noted_ids
@@ -259,37 +209,7 @@ class CacheCraftSynthesizer(BaseSynthesizer, Closeable):
     async def asynthesize(
         self, query: QueryTextType, nodes: list[NodeWithScore], *args: object, **settings: object
     ) -> RESPONSE_TYPE:
-        """Answer from nodes as LlamaIndex's synthesizers do, without blocking the event loop.
-
-        The model does not see the nodes' `file_path`.
-
-        Args:
-            query: the question.
-            nodes: the passages, best first; without nodes the model is not asked: the answer is `empty_response`, or
-                LlamaIndex's "Empty Response", a text also with `output_cls`, and has no statistics.
-            args: LlamaIndex's list of further source nodes, which the model does not see.
-            settings: options of `aget_response`.
-
-        Returns:
-            LlamaIndex's response, with copies of the nodes as sources and the statistics under
-            `metadata["cachecraft"]`; an `AsyncStreamingResponse` if this synthesizer streams, a `PydanticResponse` with
-            `output_cls`. The statistics of a stream are there once it has ended.
-
-        Raises, for a stream by this call or by a piece:
-            ConfigError: the question or an option of `aget_response` cannot be used; with `output_cls`, the answer ends
-                early or no answer can be kept to the class, or the extra "structured" is missing; or a server refuses
-                the request.
-            UnsupportedCallError: `history` has calls of tools, which this engine does not support.
-            ContextLengthError: question, history and answer do not fit the model's context.
-            BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
-            StoreError: the store of the engine is closed.
-            ServerError: a server that makes the answer fails.
-            UnsupportedModelError: a layer of the model does something that its survey did not show.
-            ForkError: this process is a fork of the one that made the engine.
-            RuntimeError, MemoryError: the model fails, such as torch without memory; over vLLM, RuntimeError also if
-                the engine is closed.
-            CancelledError: over vLLM, the engine was closed meanwhile; also vLLM's own exceptions.
-        """
+        """Same as `synthesize`, without blocking the event loop."""
         sources = self.sources(nodes)
         settings["document_ids"] = sources.noted_ids
         token = _record.set(_AnswerRecord(sources))
@@ -301,29 +221,10 @@ class CacheCraftSynthesizer(BaseSynthesizer, Closeable):
     def get_response(
         self, query_str: str, text_chunks: Sequence[str], **response_kwargs: object
     ) -> RESPONSE_TEXT_TYPE:
-        """Answer from texts: return a string, or a generator of pieces if this synthesizer streams.
+        """Answer from texts, best first: a string, a generator of pieces if this streams, or an `output_cls`.
 
-        With `output_cls` it returns an object of that class. The statistics are in the `AnswerStatsEvent`.
-
-        Args:
-            query_str: the question.
-            text_chunks: the passages, best first; empty ones are left out.
-            response_kwargs: options of `CacheCraftLLM.begin`, apart from `documents`.
-
-        Raises, for a stream by this call or by a piece:
-            ConfigError: `text_chunks` is a single text, or holds anything but texts; the question or an option cannot
-                be used; with `output_cls`, the answer ends early or no answer can be kept to the class, or the extra
-                "structured" is missing; or a server refuses the request.
-            UnsupportedCallError: `history` has calls of tools, which this engine does not support.
-            ContextLengthError: question, history and answer do not fit the model's context.
-            BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
-            StoreError: the store of the engine is closed.
-            ServerError: a server that makes the answer fails.
-            UnsupportedModelError: a layer of the model does something that its survey did not show.
-            ForkError: this process is a fork of the one that made the engine.
-            RuntimeError, MemoryError: the model fails, such as torch without memory; over vLLM, RuntimeError also if
-                the engine is closed.
-            CancelledError: over vLLM, the engine was closed meanwhile; also vLLM's own exceptions.
+        `response_kwargs` are options of `CacheCraftLLM.begin`, apart from `documents`. Statistics are in the
+        `AnswerStatsEvent`.
         """
         question, asked = self._asked(query_str, text_chunks, response_kwargs)
         answer: RESPONSE_TEXT_TYPE
@@ -340,31 +241,7 @@ class CacheCraftSynthesizer(BaseSynthesizer, Closeable):
     async def aget_response(
         self, query_str: str, text_chunks: Sequence[str], **response_kwargs: object
     ) -> RESPONSE_TEXT_TYPE:
-        """Answer from texts without blocking the event loop: return a string, or an asynchronous generator of pieces.
-
-        It is a generator if this synthesizer streams, and an object of `output_cls` if there is such a class. The
-        statistics are in the `AnswerStatsEvent`.
-
-        Args:
-            query_str: the question.
-            text_chunks: the passages, best first; empty ones are left out.
-            response_kwargs: options of `CacheCraftLLM.begin`, apart from `documents`.
-
-        Raises, for a stream by this call or by a piece:
-            ConfigError: `text_chunks` is a single text, or holds anything but texts; the question or an option cannot
-                be used; with `output_cls`, the answer ends early or no answer can be kept to the class, or the extra
-                "structured" is missing; or a server refuses the request.
-            UnsupportedCallError: `history` has calls of tools, which this engine does not support.
-            ContextLengthError: question, history and answer do not fit the model's context.
-            BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
-            StoreError: the store of the engine is closed.
-            ServerError: a server that makes the answer fails.
-            UnsupportedModelError: a layer of the model does something that its survey did not show.
-            ForkError: this process is a fork of the one that made the engine.
-            RuntimeError, MemoryError: the model fails, such as torch without memory; over vLLM, RuntimeError also if
-                the engine is closed.
-            CancelledError: over vLLM, the engine was closed meanwhile; also vLLM's own exceptions.
-        """
+        """Same as `get_response`, without blocking the event loop."""
         question, asked = self._asked(query_str, text_chunks, response_kwargs)
         answer: RESPONSE_TEXT_TYPE
         if self._streaming:

@@ -28,12 +28,12 @@ _ASSISTANTS = (MessageRole.ASSISTANT, MessageRole.CHATBOT, MessageRole.MODEL)
 
 
 def turns_of(messages: Sequence[ChatMessage]) -> list[Turn]:
-    """Return messages as turns (role, text). Raises nothing.
+    """Return messages as turns (role, text).
 
     Consecutive messages of a role are joined by an empty line; every role but the assistant counts as the user. The
     calls of a message follow its text as one turn of JSON, and then a turn for the result of each. A call without a
     result is left out, and a result without its call is text of the user. Parts of a message that are neither text nor
-    calls are left out. The list is empty without messages.
+    calls are left out.
     """
     results = {
         _call_id_of(message): message.content or ""
@@ -63,9 +63,7 @@ def turns_of(messages: Sequence[ChatMessage]) -> list[Turn]:
 def question_of(messages: Sequence[ChatMessage]) -> tuple[str, list[Turn]]:
     """Return the text of the last messages, which must be the user's or results of tools, and the turns before them.
 
-    Turns are those of `turns_of`. After the result of a tool the text is "", and all turns come before it. The turns
-    before are [] if all messages are the user's. The text may be "". Raises ConfigError if there is no message or the
-    last one is the assistant's.
+    After the result of a tool the text is "", and all turns, those of `turns_of`, are before it.
     """
     turns = turns_of(messages)
     if turns and turns[-1][0] == "result":
@@ -78,10 +76,7 @@ def question_of(messages: Sequence[ChatMessage]) -> tuple[str, list[Turn]]:
 
 
 def calls_of(message: ChatMessage) -> list[ToolSelection]:
-    """Return the calls of tools in a message, in order; [] without any.
-
-    Arguments that are a text of JSON are read; those that are no JSON object are empty. Raises nothing.
-    """
+    """Return the calls of tools in a message, in order; arguments that are no JSON object are empty."""
     blocks = [block for block in message.blocks if isinstance(block, ToolCallBlock)]
     return [
         ToolSelection(
@@ -94,7 +89,7 @@ def calls_of(message: ChatMessage) -> list[ToolSelection]:
 
 
 def only_first_call(response: ChatResponse) -> None:
-    """Drop all calls of tools in a response but the first. Raises nothing."""
+    """Drop all calls of tools in a response but the first."""
     calls = [block for block in response.message.blocks if isinstance(block, ToolCallBlock)]
     response.message.blocks = [
         block
@@ -106,8 +101,7 @@ def only_first_call(response: ChatResponse) -> None:
 def choice_of(choice: str | dict[str, Any] | None, tools: Sequence[Tool]) -> str:
     """Return "auto", "none", "any" or the name of a tool.
 
-    `choice` may also be None ("auto"), "required" ("any") or OpenAI's dict that names a function. Raises ConfigError
-    for anything else, and for tools that cannot be used (see `checked_tools`).
+    `choice` may also be None ("auto"), "required" ("any") or OpenAI's dict that names a function.
     """
     names = [tool["function"]["name"] for tool in checked_tools(tools)]
     if isinstance(choice, dict):

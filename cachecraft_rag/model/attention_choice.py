@@ -55,21 +55,9 @@ def measured_paths(
     """Return the fastest path of each class of shapes, from the file in `folder` or measured now.
 
     Measuring takes a fraction of a second, and its result is added to the file `attention-paths.json` under
-    `machine_key`; other entries stay. A missing folder is made. An entry that this version does not understand is
-    measured again, and a file that cannot be read or holds damaged JSON is replaced. A file that cannot be written
-    raises nothing: paths are measured again at each call. Time is CPU time of the process, because other programs
-    disturb the time of day.
-
-    Args:
-        dtype: dtype of queries, keys and values.
-        heads: query heads of a layer; a multiple of `kv_heads`.
-        kv_heads: key/value heads of a layer.
-        head_dim: dimensions of a head.
-        folder: the file's folder; None = `cache_folder()`.
-        clock: returns a time in seconds.
-
-    Raises torch's RuntimeError or MemoryError without memory, and ConfigError if `$CACHECRAFT_CACHE` begins with the
-    home folder of an unknown user ("~name").
+    `machine_key`. `folder` None is `cache_folder()`. An entry or a file that cannot be read is made again; one that
+    cannot be written raises nothing: paths are measured again at each call. Time is CPU time of the process, because
+    other programs disturb the time of day.
     """
     file = (folder or cache_folder()) / FILE_NAME
     key = machine_key(dtype, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
@@ -86,9 +74,7 @@ def measured_paths(
 def machine_key(dtype: torch.dtype, *, heads: int, kv_heads: int, head_dim: int) -> str:
     """Return everything that a choice depends on, as one line of text, the key of its entry in the file.
 
-    It names the CPU's instructions (`cpu_instructions`), torch's version, the kernels in use, torch's number of
-    threads, `$ONEDNN_MAX_CPU_ISA` and `$ATEN_CPU_CAPABILITY`, the dtype and the heads. The first call in a process
-    loads and checks the compiled kernels. Raises nothing.
+    The first call in a process loads and checks the compiled kernels.
     """
     limits = [os.environ.get(name, "") for name in ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY")]
     used = [f"{description()} kernels", f"{torch.get_num_threads()} threads"]
@@ -99,12 +85,7 @@ def machine_key(dtype: torch.dtype, *, heads: int, kv_heads: int, head_dim: int)
 
 
 def cpu_instructions() -> str:
-    """Return the vector instructions that torch found on this CPU, as text.
-
-    It consists of the architecture, torch's own level (such as AVX512), and names such as `avx512_bf16` in alphabetical
-    order, with spaces between. Only names that begin with avx, amx or sve are included. The architecture and the names
-    are missing for a CPU about which torch knows nothing.
-    """
+    """Return this CPU's architecture, torch's own level (such as AVX512), and names such as `avx512_bf16`, as text."""
     known = torch.cpu.get_capabilities()
     names = [
         name

@@ -33,14 +33,9 @@ class ModelTokens:
     def of(cls, tokenizer: PreTrainedTokenizerBase, *, context_length: int) -> ModelTokens:
         """Return the bound for a transformers tokenizer and its model's context length.
 
-        The limit is a quarter of the context, rounded down, at least 16 tokens and at most 1,024. `count` adds no
-        special tokens, and reads special tokens in a text as plain text. The tokenizer is copied, so later changes to
-        it do not matter; a slow tokenizer, which has no backend to copy, is used itself, with its own treatment of
-        special tokens. Models with the same tokenizer and the same limit get the same `name`.
-
-        Args:
-            tokenizer: the model's tokenizer; it is not changed.
-            context_length: most tokens of prompt and answer together.
+        The limit is a quarter of the context, at least 16 tokens and at most 1,024. `count` adds no special tokens, and
+        reads those in a text as plain text. The tokenizer is copied, so later changes to it do not matter; a slow
+        tokenizer, which has no backend to copy, is used itself, with its own treatment of special tokens.
         """
         limit = min(MODEL_TOKENS, max(SMALLEST_LIMIT, context_length // 4))
         backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -61,19 +56,11 @@ class ModelTokens:
         )
 
     def share(self, text: str, limit: int) -> int:
-        """Return the text's tokens in units of another limit, rounded up: this model's limit corresponds to `limit`.
-
-        A text of as many tokens as this model's limit has a share of `limit`; an empty text has 0. Raises TypeError for
-        text with half a surrogate pair.
-        """
+        """Return the text's tokens in units of another limit, rounded up: this model's limit corresponds to `limit`."""
         return -(-self.count(text) * limit // self.limit)
 
     def fits(self, text: str) -> bool:
-        """Return True if a chunk of this text is within the limit.
-
-        A text of at most `limit` bytes is not counted: there are hardly ever more tokens than bytes. Raises TypeError
-        for a longer text with half a surrogate pair.
-        """
+        """Return True if a chunk of this text is within the limit; fewer bytes are hardly ever more tokens."""
         return len(text.encode("utf-8", "replace")) <= self.limit or self.count(text) <= self.limit
 
 

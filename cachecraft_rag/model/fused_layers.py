@@ -48,8 +48,7 @@ def _plain_linear(module: object) -> bool:
 def product(module: Any, x: Tensor) -> Tensor:
     """Apply a linear module to `[1, rows, width]`; return `[1, rows, outputs]` in the same dtype.
 
-    A compiled kernel computes up to 8 rows of a plain layer on a CPU, and does not check the width. In all other cases
-    the module itself computes the product, and raises torch's RuntimeError for another width, or without memory.
+    A compiled kernel, which does not check the width, computes up to 8 rows of a plain layer on a CPU.
     """
     if x.shape[1] > _FEW_ROWS or not _plain_linear(module):
         return cast(Tensor, module(x))
@@ -79,10 +78,7 @@ class KnownLayer:
 
     @property
     def hooked(self) -> bool:
-        """True if the layer or a part that is replaced here has forward hooks, which a fused layer would not run.
-
-        Parts are the attention, the MLP with its activation, and the norms; linear layers do not count.
-        """
+        """True if the layer or a part that is replaced here has forward hooks, which a fused layer would not run."""
         layer = self._layer
         parts = [
             layer,
@@ -101,10 +97,7 @@ class GPULayer(KnownLayer):
     """A layer of a known class on a GPU, with torch's fused operations between its products."""
 
     def __call__(self, hidden: Tensor, layer_pass: LayerPass) -> Tensor | None:
-        """Run the layer over `[1, rows, hidden]` and return its output, of the same shape; None if it has hooks.
-
-        Raises torch's RuntimeError without memory, and whatever `layer_pass.attend` raises.
-        """
+        """Run the layer over `[1, rows, hidden]` and return its output, of the same shape; None if it has hooks."""
         if self.hooked:
             return None
         layer = self._layer
@@ -216,7 +209,6 @@ class CompiledLayer(KnownLayer):
         """Run the layer over `[1, rows, hidden]` and return its output, of the same shape.
 
         Returns None if it has hooks, or if the kernels do not support these tensors: run the model's own layer then.
-        Raises MemoryError or torch's RuntimeError without memory, and whatever `layer_pass.attend` raises.
         """
         is_few = hidden.shape[1] <= _FEW_ROWS
         if (
@@ -279,22 +271,16 @@ def fused_layers(
 ) -> list[CompiledLayer | GPULayer] | None:
     """Return the fused layers of a model, in order, each tried on three rows of noise.
 
-    Returns None if the class of a layer or its activation is not known, if a layer uses attention sinks, if the kernels
-    do not support the dtype, if a layer has hooks, or if the output of a fused layer differs from that of the model's
-    own by more than rounding. Otherwise the list is empty without layers. The model is not changed.
+    Returns None if a layer's class or activation is not known, it uses attention sinks or has hooks, the kernels do not
+    support the dtype, or a fused layer's output differs from that of the model's own by more than rounding. The model
+    is not changed.
 
     Args:
-        layers: the model's decoder layers.
         hidden_size: width of the hidden states.
-        dtype: dtype of the model.
-        device: device of the model.
         rotary_dims: for each layer, the dimensions of a head that it rotates.
-        run: runs a stock layer, given its number, hidden states, positions and the pass that attends; returns its
-            output.
+        run: runs a stock layer, given its number, hidden states, positions and the pass that attends.
         kind: class of the result; None = `GPULayer` on a CUDA device, else `CompiledLayer`.
-
-    Raises MemoryError or torch's RuntimeError without memory, and whatever `run` raises, such as UnsupportedModelError
-    for a layer that attends more than once. Raises AssertionError for a layer that does not attend.
+        layers, dtype, device: of the model.
     """
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(

@@ -12,20 +12,12 @@ _TIMEOUT_S = 5.0
 
 
 def require_hub(names: Sequence[str]) -> None:
-    """Raise an error if the hub cannot be reached or has none of these models.
+    """Raise an error if the hub cannot be reached (ConnectionError) or has none of these models (FileNotFoundError).
 
-    Asks the hub for the config of each name in turn, with a time limit of 5 seconds each; downloads nothing. Returns
-    None as soon as the hub has one of the models, even if that requires a login, and if the hub answers with another
-    error: the loader of the model can say more about that. In offline mode (`$HF_HUB_OFFLINE`) no request is made and
-    nothing is raised: the libraries then fail at once.
-
-    Args:
-        names: names on the hub that a model may have, at least one.
-
-    Raises:
-        ConnectionError: the hub cannot be reached; an OSError.
-        FileNotFoundError: the hub has none of these models; an OSError.
-        ValueError: the hub cannot have such a name.
+    Asks for the config of each name in turn, 5 seconds each; downloads nothing. Returns as soon as the hub has one of
+    the models, even if that requires a login, and if the hub answers with another error: the loader of the model can
+    say more about that. In offline mode (`$HF_HUB_OFFLINE`) no request is made: the libraries then fail at once.
+    ValueError for an impossible name.
     """
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
@@ -53,11 +45,7 @@ def require_hub(names: Sequence[str]) -> None:
 
 @contextmanager
 def without_bars() -> Iterator[None]:
-    """Switch off transformers' progress bars in the block; yields None.
-
-    They are on again after it, also if the block raises, unless they were off before. The setting is that of the whole
-    process.
-    """
+    """Switch off transformers' progress bars, for the whole process, in the block."""
     from transformers.utils import logging as bars
 
     if not bars.is_progress_bar_enabled():

@@ -71,15 +71,7 @@ class RotaryCall:
     given: object
 
     def at(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return cos and sin as the module gives them at these positions, each `[tokens, width]` in this dtype.
-
-        Args:
-            positions: int64 `[tokens]`; the result is on its device.
-            dtype: dtype of the result.
-
-        Raises SurveyError if the module returns neither a pair of tensors nor a complex tensor, and what the module
-        raises.
-        """
+        """Return cos and sin as the module gives them at positions int64 `[tokens]`, each `[tokens, width]`."""
 
         def replaced(value: object) -> object:
             if not isinstance(value, Tensor):
@@ -118,9 +110,8 @@ class RotationForm:
     def order(self) -> Tensor | None:
         """Indices that put a head's dimensions into the order of all models, int64 `[head_dim]` on the CPU.
 
-        Dimension i of that order is dimension `order[i]` of the model's head, see `in_order`. The order has the rotated
-        dimensions first, paired as in Llama, and then those that are not rotated. None if the model's heads have that
-        order already.
+        Rotated dimensions are first, paired as in Llama, then those that are not rotated. None if the model's heads
+        have that order.
 
         >>> RotationForm(head_dim=6, rotary_dim=4, interleaved=True, last=True).order.tolist()
         [2, 4, 3, 5, 0, 1]
@@ -138,12 +129,8 @@ class RotationForm:
     def tables(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Return cos and sin `[tokens, rotary_dim]` for heads in the order of all models.
 
-        Args:
-            cos: `[tokens, width]`, as the rotary module returns it; its width must fit `table` and `rotary_dim`.
-            sin: likewise.
-
-        The results may be the arguments themselves. They are `[tokens, 0]` for a `rotary_dim` of 0. A width that does
-        not fit is not noticed.
+        `cos` and `sin` `[tokens, width]` are as the rotary module returns them; a width that does not fit `table` is
+        not noticed. The results may be the arguments themselves.
         """
         if self.rotary_dim == 0:
             return cos[:, :0].contiguous(), sin[:, :0].contiguous()
@@ -161,7 +148,7 @@ class RotationForm:
     def candidates(cls, head_dim: int, width: int) -> Iterator[RotationForm]:
         """Yield all forms that cos and sin `[tokens, width]` allow for heads of `head_dim` dimensions.
 
-        The usual forms are first. The last one rotates nothing (rotary_dim 0), so at least one is yielded.
+        The usual forms are first. The last one rotates nothing (rotary_dim 0).
         """
         tables = (("halves", width), ("half", 2 * width), ("pairs", width))
         choices = (False, True)
@@ -182,17 +169,7 @@ class RotaryKind:
     form: RotationForm
 
     def tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return cos and sin at these positions, each `[tokens, rotary_dim]` in this dtype, on the positions' device.
-
-        They fit heads whose dimensions are in the order of all models. A rotary_dim of 0 gives two empty tensors.
-
-        Args:
-            positions: int64 `[tokens]`.
-            dtype: dtype of the result.
-
-        Raises SurveyError if the rotary module returns neither a pair of tensors nor a complex tensor. That cannot
-        happen after a survey, which refuses such a model.
-        """
+        """Return cos and sin at int64 `[tokens]`, each `[tokens, rotary_dim]`, for heads in the common order."""
         if self.call is None or self.form.rotary_dim == 0:
             empty = torch.empty(len(positions), 0, dtype=dtype, device=positions.device)
             return empty, empty
@@ -234,15 +211,9 @@ class LayerCall:
     rotary: object
 
     def run(self, hidden: Tensor, positions: Tensor) -> Tensor:
-        """Run the layer over `[1, tokens, hidden]` and return its output, of the same shape.
+        """Run the layer over `[1, tokens, hidden]`, without mask, cache or rotation, at positions int64 `[tokens]`.
 
-        Args:
-            hidden: hidden states of the tokens.
-            positions: int64 `[tokens]`.
-
-        The rotary embedding is `rotary`, and the layer gets no mask and no cache. `hidden` is handed to the module
-        itself. Raises whatever the module raises, such as torch's RuntimeError without memory, and the exceptions of
-        the attention function that it calls.
+        Returns its output, of the same shape.
         """
         given = dict(self.named)
         if "position_ids" in self.takes:
@@ -287,7 +258,6 @@ def cos_and_sin(given: object) -> tuple[Tensor, Tensor]:
     """Return cos and sin, each `[tokens, width]`, of what a rotary module returned.
 
     They are the two tensors of a pair, or the real and the imaginary part of a complex tensor; views where possible.
-    Raises SurveyError if it is neither a pair of tensors nor a complex tensor.
     """
     if isinstance(given, Tensor) and given.is_complex():
         cos = given.real
@@ -307,14 +277,7 @@ def cos_and_sin(given: object) -> tuple[Tensor, Tensor]:
 def identity_like(given: Any, dtype: torch.dtype) -> object:
     """Return a rotary embedding that rotates nothing, in the form of `given`.
 
-    Args:
-        given: what the layer takes: a pair of tensors, a complex tensor, or None.
-        dtype: dtype of cos and sin in a pair.
-
-    Returns:
-        A pair of ones and zeros of one token, a complex tensor of ones of one token, or None. A pair is a tuple.
-
-    Raises SurveyError for a value of another form.
+    That is a pair of ones and zeros of one token, a complex tensor of ones of one token, or None.
     """
     if given is None:
         return None
@@ -347,18 +310,13 @@ def survey_model(
     """Return how a model calls its layers and how they rotate and attend, found by running them over six tokens.
 
     The model's own forward runs once over random tokens, then each layer up to its attention. Hooks are added to the
-    model meanwhile and removed at the end, also after an error.
+    model meanwhile. Raises SurveyError, with the reason, if the layers cannot be run one by one.
 
     Args:
         model: a decoder-only model of transformers, with or without its head.
         layers: its decoder layers.
         forward: runs the model's own forward over token ids int64 `[1, tokens]`; its attention is not ours.
         watch: makes a context in which the model's attention calls the given function.
-
-    Raises:
-        SurveyError: the layers cannot be run one by one, with the reason.
-        KeyError: keys are not float32, float16 or bfloat16.
-        RuntimeError: torch has no memory. Other exceptions of `forward` and of the model's modules pass, too.
     """
     parameter = next(model.parameters())
     vocabulary = int(model.config.get_text_config().vocab_size)
@@ -499,19 +457,10 @@ def _source(rotary: object, calls: Sequence[RotaryCall]) -> RotaryCall | None:
 
 
 def rotation_form(rotary: object, raw: SeenAttention, rotated: SeenAttention) -> RotationForm:
-    """Return the form of rotation that leads from raw queries and keys to rotated ones.
+    """Return the form of rotation that leads from raw queries and keys to rotated ones, with the smallest error.
 
-    Args:
-        rotary: cos and sin in the model's own form; None = there is no rotary embedding.
-        raw: a layer's attention with the identity as rotary embedding.
-        rotated: the same with the model's own.
-
-    Returns:
-        The known form with the smallest error; one with rotary_dim 0 for a layer that rotates nothing, and without a
-        comparison if there is no `rotary`.
-
-    Raises SurveyError if no known form is near enough, or if `rotary` is neither a pair of tensors nor a complex
-    tensor; KeyError for keys that are not float32, float16 or bfloat16.
+    `rotary` is cos and sin in the model's own form, None without a rotary embedding; `raw` is a layer's attention with
+    the identity as rotary embedding, `rotated` with the model's own. SurveyError if no known form is near enough.
     """
     head_dim = raw.key.shape[-1]
     pairs = [(raw.query, rotated.query), (raw.key, rotated.key)]
@@ -544,9 +493,5 @@ def _rotation_error(
 
 
 def in_order(heads: Tensor, order: Tensor | None) -> Tensor:
-    """Return a copy of heads `[…, head_dim]` with their dimensions in this order, int64 `[head_dim]`.
-
-    Without an order (None) the heads are returned themselves. `order` may be on another device. Raises IndexError for
-    an order with a dimension that does not exist.
-    """
+    """Return heads `[…, head_dim]` with their dimensions in this order, int64 `[head_dim]`; None: unchanged."""
     return heads if order is None else heads[..., order.to(heads.device)]

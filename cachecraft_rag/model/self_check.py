@@ -31,25 +31,10 @@ LAYER_TOLERANCE = {torch.float32: 1e-4, torch.float16: 0.005, torch.bfloat16: 0.
 
 
 def load_checked(name: str, *, dtype: str = "auto", device: str = "auto") -> Decoder:
-    """Load a model and check it by `self_check`; on a GPU, compile its kernels.
+    """Load a model (`Decoder.load`) and check it by `self_check`; on a GPU, compile its kernels.
 
     On a CPU, a model that fails in a bfloat16 that `dtype="auto"` chose is loaded in float32 instead, with a warning in
-    the log, and checked again. Kernels that cannot be compiled are logged, and raise nothing.
-
-    Args:
-        name: Hugging Face name or folder, or "demo".
-        dtype: `float32`, `bfloat16`, `float16` or `auto`, see `Decoder.load`.
-        device: `cpu`, `cuda`, `cuda:1` …, or `auto`, see `Decoder.load`.
-
-    Raises:
-        UnsupportedModelError: the model has no raw keys to store, or fails the check; where float32 was tried, in that
-            too.
-        ModelNotFoundError: nothing of that name can be loaded, the hub cannot be reached, or a file is missing or
-            damaged.
-        ConfigError: an unknown dtype, a device that is not available, or a `$CACHECRAFT_CACHE` that begins with the
-            home folder of an unknown user ("~name").
-        torch.OutOfMemoryError: the GPU has no memory for the model.
-        RuntimeError, MemoryError: torch or a compiled kernel has no memory.
+    the log, and checked again. Kernels that cannot be compiled are logged.
     """
     decoder = Decoder.load(name, dtype=dtype, device=device)
     try:
@@ -68,14 +53,11 @@ def self_check(decoder: Decoder) -> float:
     """Compare our results with the model's own forward on 48 random tokens, the same ones at each call.
 
     Compared are computing everything (gate G1), reusing the first half (gate G2), the attention of each layer, and the
-    sliding window of each layer with the config. No pass of this model may run meanwhile. The model stays as it was.
+    sliding window of each layer with the config. No pass of this model may run meanwhile. Raises UnsupportedModelError
+    if it fails.
 
     Returns:
         The larger relative error (L2) of the logits for the next token in the first two, as a fraction: 0.01 is 1 %.
-
-    Raises:
-        UnsupportedModelError: an error is beyond rounding, or a layer's sliding window is not the configured one.
-        RuntimeError, MemoryError: torch or a compiled kernel has no memory.
     """
     generator = torch.Generator().manual_seed(0)
     size = int(decoder.model.config.vocab_size)

@@ -19,13 +19,6 @@ def cache_bytes(layout: KVLayout, tokens: int, codec: str = "raw") -> int:
 
     The number is exact for `raw` and `int8`, and an estimate for `entropy`, whose size depends on the values.
 
-    Args:
-        layout: layout of the model's chunk-caches.
-        tokens: tokens of the chunk.
-        codec: a name of `store.codecs.CODECS`.
-
-    Raises ConfigError for an unknown codec.
-
     >>> llama = KVLayout(layers=32, kv_heads=8, head_dim=128, dtype="bfloat16")
     >>> cache_bytes(llama, 1000) == 2 * 32 * 8 * 128 * 2 * 1000
     True
@@ -38,33 +31,17 @@ def cache_bytes(layout: KVLayout, tokens: int, codec: str = "raw") -> int:
 
 
 def layout_named(model: str, *, dtype: str = "auto") -> KVLayout:
-    """Return the shape of a model's chunk-caches from its config alone.
+    """Return the shape of a model's chunk-caches from its config alone; `dtype` as in `Decoder.load`.
 
-    No weights are read or downloaded, except for "demo".
-
-    Args:
-        model: Hugging Face name or folder, or "demo", whose first use converts or downloads the demo model's weights,
-            see `demo_model.demo_model_folder`.
-        dtype: `float32`, `bfloat16`, `float16`, or `auto`: as `Decoder.load` on this computer's CPU. With `auto`, the
-            dtype of the config is not checked.
-
-    Raises:
-        ModelNotFoundError: nothing of that name can be loaded, the hub cannot be reached, or the config is damaged or
-            names an unknown kind of model.
-        ConfigError: an unknown dtype; or for "demo", a `$CACHECRAFT_CACHE` that begins with the home folder of an
-            unknown user ("~name").
-        UnsupportedModelError: the config does not name layers, heads or the width of hidden states.
-        RuntimeError, MemoryError: for "demo", torch has no memory to convert it.
+    No weights are read or downloaded, except for "demo", see `demo_model.demo_model_folder`.
     """
     if dtype not in ("auto", *DTYPES):
         raise ConfigError(f"unknown dtype {dtype!r}; choose one of auto, {', '.join(DTYPES)}")
     import torch
 
-    from cachecraft_rag.model.decoder import (  # torch and transformers: sizes need neither
-        auto_dtype,
-        config_of,
-        layout_of,
-    )
+    # torch and transformers: sizes need neither
+    from cachecraft_rag.model.checkpoint import config_of, layout_of
+    from cachecraft_rag.model.decoder import auto_dtype
 
     config = config_of(model)
     try:

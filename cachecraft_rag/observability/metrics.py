@@ -57,9 +57,7 @@ class EngineCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield the current metrics of the requests, and those of the store if it is a `ChunkCacheStore`.
 
-        A store that is closed or cannot be read raises nothing: `cachecraft_store_readable` is 0 then, and the other
-        metrics of the store are left out. If its folder was deleted, it is 1, and the sizes on disk are 0. Raises
-        ForkError in a fork of the process that opened the store.
+        If the store is closed or cannot be read, `cachecraft_store_readable` is 0, and its other metrics are left out.
         """
         yield from self._engine.request_counts.collect()
         store = self._engine.store
@@ -79,7 +77,7 @@ class EngineCollector(Collector):
         return [GaugeMetricFamily("cachecraft_store_readable", _READABLE)]
 
     def _stats(self, store: ChunkCacheStore) -> StoreStats:
-        """Return statistics of the store. Raises StoreError."""
+        """Return statistics of the store."""
         return store.stats(ask_remote=False)
 
 
@@ -175,8 +173,7 @@ class MetricsServer(Closeable):
     def close(self) -> None:
         """Stop listening, and wait until the server's thread has ended, which takes up to half a second.
 
-        Raises nothing. A second call does nothing. In a fork of the process that started the server it only closes the
-        fork's copy of the socket, and the server goes on in the other process.
+        In a fork it only closes the fork's copy of the socket.
         """
         if not self._home.here:  # the thread does not run here
             self._server.socket.close()
@@ -189,19 +186,8 @@ class MetricsServer(Closeable):
 def serve_metrics(engine: Measured, port: int, *, address: str = "127.0.0.1") -> MetricsServer:
     """Serve the metrics of an engine over HTTP, at `/metrics`, in a separate daemon thread.
 
-    A scrape reads the counters and the catalog of the store, see `EngineCollector.collect`.
-
-    Args:
-        engine: the engine; it may be closed while its metrics are served.
-        port: port to listen on; 0 chooses a free port, see `MetricsServer.port`.
-        address: address of the network interface; only this machine reaches the default.
-
-    Returns:
-        The running server; the caller closes it.
-
-    Raises:
-        ConfigError: the port is out of range, taken or not allowed, the address is empty, or this machine does not have
-            it.
+    Port 0 chooses a free one, see `MetricsServer.port`; only this machine reaches the default `address`. The engine may
+    be closed meanwhile. ConfigError if this machine refuses port or address.
     """
     check_whole("port", port, most=MOST_PORT)
     check_text("address", address, empty=False)

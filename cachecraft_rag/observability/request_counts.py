@@ -62,11 +62,9 @@ class RequestCounts:
             self._tokens.labels(kind)
 
     def add(self, stats: RequestStats) -> None:
-        """Count a request that has ended: its outcome, its chunks, its tokens and its times.
+        """Count a request that has ended: its outcome (`stats.finish`), its chunks, its tokens and its times.
 
-        The time to the first token is noted only if there was a first token. No tokens are counted of a request that
-        failed before its first token. Of one that its reader closed before it, those of its statistics are counted. The
-        outcome is `stats.finish`. Returns None; each call counts, also a second one for the same request.
+        No tokens are counted of a request that failed before its first token, and no time to a first token without one.
         """
         self._requests.labels(str(stats.finish)).inc()
         for chunk in stats.chunks:

@@ -19,14 +19,9 @@ logger = logging.getLogger("cachecraft_rag.requests")
 
 
 def log_request(stats: RequestStats, *, error: str | None = None) -> None:
-    """Log a request that has ended, at level INFO, with the logger "cachecraft_rag.requests".
+    """Log a request that has ended, at level INFO, with `request_fields` as the record's `cachecraft`.
 
-    The record's attribute `cachecraft` holds `request_fields`. Does nothing if the logger does not log INFO. Raises
-    nothing.
-
-    Args:
-        stats: statistics of the request.
-        error: name of the class of the exception that ended it; None if it did not fail.
+    `error` is the name of the class of the exception that ended it.
     """
     if not logger.isEnabledFor(logging.INFO):
         return
@@ -47,8 +42,8 @@ def log_request(stats: RequestStats, *, error: str | None = None) -> None:
 def request_fields(stats: RequestStats, *, error: str | None = None) -> dict[str, object]:
     """Return the fields of a request's log record as plain values; times in seconds.
 
-    They are `event`, `error` if it is not None, and the fields of `RequestStats` without `searched`, which holds the
-    question's text. In the dicts of `chunks`, "reason" is the code of the `Reason`, and there is no "reason_code".
+    They are `event`, `error`, and the fields of `RequestStats` without `searched`, which holds the question's text. In
+    the dicts of `chunks`, "reason" is the code of the `Reason`.
     """
     fields: dict[str, object] = {"event": "request"}
     if error is not None:
@@ -72,11 +67,7 @@ class JsonFormatter(logging.Formatter):
         """Return the record as one line of JSON, without a line end.
 
         The time is ISO 8601 in UTC. NaN and infinities become null, and values that JSON lacks become text. The field
-        "exception" holds an exception with its traceback. The record's `cachecraft` fields replace others of the same
-        name.
-
-        Raises TypeError, ValueError or KeyError if the record's message does not fit its arguments, as logging's own
-        formatter does.
+        "exception" holds an exception with its traceback. The record's `cachecraft` fields replace others.
         """
         fields: dict[str, object] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(),

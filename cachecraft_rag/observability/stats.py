@@ -112,22 +112,16 @@ class RequestStats:
 
     @property
     def exact(self) -> bool:
-        """True if the answer is that of a full prefill: each chunk was computed, recomputed as a whole, or exact.
+        """True if each chunk in the prompt was computed, recomputed as a whole, or exact, as in a full prefill.
 
-        Chunks that were left out of the prompt do not count, and without chunks it is True. It is False if a chunk
-        failed, if a server did not report what it did, if first layers had used stored values of a chunk that was then
-        computed (`Reason.COMPUTED_LATE`), and if `focus_layer` is not None.
+        False with a `focus_layer`, after `Reason.COMPUTED_LATE`, and without a server's report.
         """
         if self.focus_layer is not None:
             return False
         return all(_is_exact(chunk) for chunk in self.chunks)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return field name → plain value, for JSON, in a new dict. Raises nothing.
-
-        `chunks` is a tuple of dicts with the fields of `ChunkStats`, in which `reason_code` is a `Reason`, a kind of
-        str. Fields without a value have their default.
-        """
+        """Return field name → plain value, for JSON; `chunks` is a tuple of dicts of `ChunkStats`."""
         return asdict(self)
 
 
@@ -157,9 +151,5 @@ class Answer:
     stats: RequestStats
 
     def as_dict(self) -> dict[str, Any]:
-        """Return field name → plain value, for JSON.
-
-        `sources` is a tuple of dicts with the fields of `Source`, best first and () without sources; `stats` is the
-        dict of `RequestStats.as_dict`. All dicts are new, those of the metadata too.
-        """
+        """Return field name → plain value, for JSON; `sources` are dicts of `Source`, best first."""
         return asdict(self)

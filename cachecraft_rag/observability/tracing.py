@@ -72,10 +72,7 @@ class TracedRequest:
 
 
 def is_tracing() -> bool:
-    """Return True if the application has configured a tracer provider; imports nothing of OpenTelemetry.
-
-    Returns False if `opentelemetry.trace` was not imported yet in this process. Raises nothing.
-    """
+    """Return True if the application has configured a tracer provider; imports nothing of OpenTelemetry."""
     trace = sys.modules.get("opentelemetry.trace")
     # None too while another thread imports the module
     provider_of = getattr(trace, "get_tracer_provider", None)
@@ -88,8 +85,7 @@ def is_tracing() -> bool:
 def following(retrieval: Retrieval) -> Iterator[None]:
     """Give requests that are made within the block, in this task or thread, a child span for this retrieval.
 
-    Their own span then begins with the retrieval. Does nothing unless `is_tracing` at the begin of the block. The block
-    gets None, and its errors pass.
+    Their own span then begins with the retrieval. Does nothing unless `is_tracing` at the begin of the block.
     """
     if not is_tracing():
         yield
@@ -107,8 +103,8 @@ def traced(ended: OnEnd, request: TracedRequest) -> OnEnd:
     """Return a function that calls `ended` and then records the request's spans; `ended` itself if nothing is traced.
 
     The spans' parent is the span that is current now, in the thread of the caller, and the retrieval of `following` is
-    taken now. The function takes what `ended` takes. It raises the errors of `ended`, and then records nothing; errors
-    of recording are logged, because the answer is complete then.
+    taken now. After an error of `ended` nothing is recorded; errors of recording are logged, because the answer is
+    complete then.
     """
     if not is_tracing():
         return ended
@@ -241,15 +237,9 @@ class ServedTrace:
 
     @classmethod
     def begin(cls, request: TracedRequest, headers: Mapping[str, str] | None) -> Self | None:
-        """Start the span of a request, and return its trace, whose `end` records the rest.
+        """Start the span of a request; its `end` records the rest. None, with a log, if that fails.
 
-        Returns None if that fails, and raises nothing: the error is logged, and the request goes on without a trace.
-        Call it only while `is_tracing`, which is not checked here: without a provider, nothing would be recorded.
-
-        Args:
-            request: the request, as it is known when it is made.
-            headers: HTTP headers of the client that name its trace, with names in lower case; None, {} or headers
-                without a trace start a new one.
+        Call it only while `is_tracing`. The client's HTTP `headers`, in lower case, may name its trace.
         """
         try:
             return cls(request, headers)
@@ -258,13 +248,9 @@ class ServedTrace:
             return None
 
     def end(self, stats: RequestStats, error: str | None) -> None:
-        """Record the child spans of the request, which has ended, and end its own. Call it once.
+        """Record the child spans of the request, which has ended, and end its own, once. Errors are logged.
 
-        Raises nothing: an error of recording is logged.
-
-        Args:
-            stats: statistics of the request.
-            error: name of the class of the exception that ended it; None if it did not fail.
+        `error` is the name of the class of the exception that ended the request.
         """
         try:
             _finish(
@@ -351,13 +337,9 @@ def configure_tracing() -> None:
 
     It reads OpenTelemetry's own variables: `OTEL_EXPORTER_OTLP_ENDPOINT`, `OTEL_EXPORTER_OTLP_HEADERS`,
     `OTEL_SERVICE_NAME` ("cachecraft" without it), `OTEL_TRACES_SAMPLER` and so on. Does nothing without an endpoint, if
-    `OTEL_TRACES_EXPORTER` or `OTEL_SDK_DISABLED` switches traces off, or if a provider is configured already. The
-    protocol and the installed packages are checked before that provider is noticed. Queued spans are sent when the
-    process ends.
-
-    Raises:
-        ConfigError: an endpoint is named, and the extra "otel" is not installed, another protocol than HTTP is asked
-            for, or OpenTelemetry refuses the value of one of its variables.
+    `OTEL_TRACES_EXPORTER` or `OTEL_SDK_DISABLED` switches traces off, or if a provider is configured already. Queued
+    spans are sent when the process ends. ConfigError if the extra "otel" is not installed, or another protocol than
+    HTTP is asked for.
     """
     endpoint = _first_set(ENDPOINTS)
     is_off = os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true"

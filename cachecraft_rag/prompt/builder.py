@@ -12,6 +12,8 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import threading
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
@@ -48,6 +50,9 @@ STAND_IN = (
     "will help with forms, printers and old newspapers."
 )
 DEFAULT_SYSTEM = "You answer questions about the given context. Be brief and use only the context."
+# Bytes of the chunks that a builder does not tokenise again, about 4,000 chunks of 512 tokens.
+KNOWN_BYTES = 10_000_000
+SEGMENT_BYTES = 500  # of a segment without its token ids
 _LINE_END = "\n"  # assumed before a segment in tokenisation
 _WORD = "The"  # assumed after it
 _CONTEXT_MARK = "\u27e6cachecraft-context\u27e7"
@@ -125,6 +130,34 @@ class _FittingChunks(NamedTuple):
     too_long: tuple[tuple[str, int], ...]
 
 
+class _KnownSegments:
+    """Segments of the chunks used last, by chunk id, so that they are not tokenised again. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._segments: OrderedDict[str, Segment] = OrderedDict()  # used last at the end
+        self._bytes = 0
+        self._lock = threading.Lock()
+
+    def get(self, chunk_id: str) -> Segment | None:
+        """Return the chunk's segment, which becomes the one used last; None if it is not known."""
+        with self._lock:
+            segment = self._segments.get(chunk_id)
+            if segment is not None:
+                self._segments.move_to_end(chunk_id)
+            return segment
+
+    def put(self, segment: Segment) -> None:
+        """Keep a segment, and forget those not used for longest beyond `KNOWN_BYTES`."""
+        with self._lock:
+            if segment.segment_id in self._segments:
+                return
+            self._segments[segment.segment_id] = segment
+            self._bytes += SEGMENT_BYTES + segment.token_ids.nbytes
+            while self._bytes > KNOWN_BYTES:
+                _, forgotten = self._segments.popitem(last=False)
+                self._bytes -= SEGMENT_BYTES + forgotten.token_ids.nbytes
+
+
 class PromptBuilder:
     """Turns a question and its chunks into a `Prompt` for one tokenizer.
 
@@ -138,6 +171,8 @@ class PromptBuilder:
             first.
         tools: tools that the model may call, see `tools`. The template writes them before the chunks, so they are part
             of the instruction: chunk-caches captured after other tools do not match.
+        bare: write no words around the texts ("Context:", "Question:"), and no instruction if `system` is "": the
+            layout of any other server, for applications that wrote the whole prompt.
 
     Raises:
         ConfigError: the instruction holds a mark that this package uses itself; a tool is invalid, see
@@ -155,6 +190,7 @@ class PromptBuilder:
         private_system: bool = False,
         best_last: bool = True,
         tools: Sequence[Tool] = (),
+        bare: bool = False,
     ) -> None:
         if _CONTEXT_MARK in system or _QUESTION_MARK in system:
             raise ConfigError(
@@ -165,8 +201,10 @@ class PromptBuilder:
         self._context_length = context_length
         self._best_last = best_last
         self._system_text = system
+        self._bare = bare
         self.tools = checked_tools(tools)
         self._has_warned = False
+        self._known = _KnownSegments()
 
         # It copies the tokenizer: transformers stores in it whether special tokens are split, so two threads that share
         # a tokenizer would change each other's setting.
@@ -214,9 +252,14 @@ class PromptBuilder:
         Its `segment_id` is the `chunk_id`. It may be longer than the model's context. Raises nothing for any text:
         names of control tokens become ordinary characters, and half a surrogate pair becomes "?".
         """
+        known = self._known.get(chunk.chunk_id)
+        if known is not None:
+            return known
         text = chunk.text + "\n\n"
         ids = self._encode(text, special=False, before=_LINE_END, after=_WORD)
-        return Segment("chunk", chunk.chunk_id, ids)
+        segment = Segment("chunk", chunk.chunk_id, ids)
+        self._known.put(segment)
+        return segment
 
     def text_ids(self, text: str) -> list[int]:
         """Return the token ids of a text of a user's or a document's, without tokens of the template; [] for "".
@@ -295,6 +338,31 @@ class PromptBuilder:
             stale_ids=self._stale_ids(chunks),
         )
 
+    def build_text(
+        self, text: str, *, reserve: int, recognise: Recognise | None, private: bool
+    ) -> Prompt:
+        """Return the prompt of a text as it is, without the chat template; names of control tokens control the model.
+
+        Arguments and errors as in `build`. The first token takes the instruction's place if anything is found.
+        """
+        ids: tuple[int, ...] = tuple(self._tokenizer(text)["input_ids"])
+        room = self._context_length - reserve - len(ids)
+        if not ids:
+            raise ConfigError("the prompt is empty; write something")
+        if room < 0:
+            raise ContextLengthError(
+                f"the prompt has {len(ids)} tokens, the answer {reserve}; the model's context is "
+                f"{self._context_length}. Shorten the prompt, or lower max_new_tokens."
+            )
+        pieces = [PromptPiece(ids[1:], is_searched=True)]
+        found = None
+        if recognise is not None:
+            found = segments_of(pieces, self.kinds, recognise, private=private, repeated=True)
+        if found is None:
+            return Prompt((_question_segment([PromptPiece(ids, is_searched=True)]),), room=room)
+        head = Segment("system", digest("system", str(ids[0])), ids[:1], private=True)
+        return Prompt((head, *found), room=room)
+
     def _stale_ids(self, chunks: Sequence[Chunk]) -> tuple[tuple[str, str], ...]:
         """Return (id, stale id) of the chunks that brought another text's id; the first time, log a warning."""
         stale_ids = tuple((chunk.chunk_id, chunk.stale_id) for chunk in chunks if chunk.stale_id)
@@ -349,10 +417,10 @@ class PromptBuilder:
         if turns and turns[0][0] == "assistant":
             turns.insert(0, ("user", ""))  # templates need a user's turn first
         _check_order(turns)
-        first_text = f"Question: {turns[0][1]}"
-        _, parts = self._cut([("user", first_text), *turns[1:]])
+        first_text = turns[0][1] if self._bare else f"Question: {turns[0][1]}"
+        head, parts = self._cut([("user", first_text), *turns[1:]])
         pieces: list[PromptPiece] = []
-        after_line_end = True
+        after_line_end = not self._bare or head.endswith(_LINE_END)
         for part in parts:
             before = _LINE_END if after_line_end and not part.special else ""
             ids = self._encode(part.text, special=part.special, before=before)
@@ -363,7 +431,8 @@ class PromptBuilder:
     def _cut(self, turns: Sequence[Turn]) -> tuple[str, list[_TemplatePart]]:
         """Render the template with marks; returns the text before the chunks and the parts after them."""
         messages, texts = self._marked(turns or [("user", "")])
-        messages[0]["content"] = f"Context:\n{_CONTEXT_MARK}{messages[0]['content']}"
+        before = "" if self._bare else "Context:\n"
+        messages[0]["content"] = f"{before}{_CONTEXT_MARK}{messages[0]['content']}"
 
         cuts = (rendering.partition(_CONTEXT_MARK) for rendering in self._renderings(messages))
         best = next(cuts)
@@ -462,6 +531,10 @@ class PromptBuilder:
             yield start + "\n".join(lines) + "\nAnswer:"
             return
 
+        if self._bare and not self._system_text:
+            yield self._refusing(messages)
+            return
+
         # A template is code that came with the model: it may raise anything.
         try:
             rendered = self._apply([{"role": "system", "content": self._system_text}, *messages])
@@ -471,8 +544,12 @@ class PromptBuilder:
             yield rendered
 
         messages[0]["content"] = f"{self._system_text}\n\n{messages[0]['content']}"
+        yield self._refusing(messages)
+
+    def _refusing(self, messages: list[dict[str, object]]) -> str:
+        """Return the rendered messages. Raises ConfigError with the template's reason if it refuses them."""
         try:
-            yield self._apply(messages)
+            return self._apply(messages)
         except Exception as error:
             roles = [str(message["role"]) for message in messages]
             advice = ""

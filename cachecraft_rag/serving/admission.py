@@ -29,7 +29,7 @@ class FutureVariant:
         """Return True if it may be used in place of `wanted`.
 
         It must be of the same chunk, be shared or of the same session, and have an origin prefix that `scope` allows:
-        any for "anywhere", one of the same segments in any order for "set", the same for "prefix". Raises nothing.
+        any for "anywhere", one of the same segments in any order for "set", the same for "prefix".
 
         >>> shared = FutureVariant("c", ("system", "a"), None)
         >>> private = FutureVariant("c", ("system", "b"), "ann")
@@ -57,11 +57,10 @@ class FutureCaptures:
     submit: Callable[[], object] | None = None
 
     def expect(self, prompt: Prompt, plan: Plan, *, session: str | None) -> None:
-        """Add to `variants` the segments that a plan computes and that will be stored; returns None.
+        """Add to `variants` the segments that a plan computes and that will be stored.
 
         Left out are the last segment and every question, passages found in unmarked text, and, without a session,
-        private segments and all after them. With a session, the variants of these belong to it. All other variants are
-        shared. Raises nothing.
+        private segments and all after them. With a session, the variants of these belong to it.
         """
         ids = tuple(segment.segment_id for segment in prompt.segments)
         is_private = False
@@ -78,10 +77,7 @@ class FutureCaptures:
                 self.variants.append(FutureVariant(ids[index], ids[:index], owner))
 
     def serve(self, prompt: Prompt, config: ReuseConfig, *, session: str | None) -> bool:
-        """Return True if a prompt can use at least one of `variants`, see `FutureVariant.serves`. Raises nothing.
-
-        The last segment of the prompt, its question, does not count.
-        """
+        """Return True if a prompt can use at least one of `variants`, see `FutureVariant.serves`."""
         ids = tuple(segment.segment_id for segment in prompt.segments[:-1])
         wanted = [FutureVariant(name, ids[:index], session) for index, name in enumerate(ids)]
         return any(
@@ -91,11 +87,7 @@ class FutureCaptures:
         )
 
     def hand_over(self) -> None:
-        """Submit them to write-back, if that is still to be done; a second call does nothing.
-
-        Does nothing either while `submit` is not set, that is before the prefill has ended. Raises what `submit`
-        raises: RuntimeError if the system has no room for a thread.
-        """
+        """Submit them to write-back once; does nothing before the prefill has ended."""
         submit = self.submit
         self.submit = None
         if submit is not None:
@@ -146,11 +138,7 @@ class AdmissionQueue:
         return len(self._waiting)
 
     def enter(self, task: LoopTask) -> None:
-        """Take the last place in the queue.
-
-        Raises BusyError, gives no place and counts the request in the metrics as turned away, if `max_waiting` requests
-        wait already while another has the turn. If none has it, one more may wait.
-        """
+        """Take the last place in the queue; BusyError if `max_waiting` requests wait already beside the turn."""
         has_turn_taken = bool(self._prefilling)
         if len(self._waiting) + has_turn_taken > self._max_waiting:
             self._rejected.inc()
@@ -161,14 +149,10 @@ class AdmissionQueue:
         self._waiting.append(task)
 
     def wait(self, ready: Callable[[], bool], since: float) -> Generator[Until, bool, None]:
-        """Wait until `ready()` is true: a generator of one step for the loop, which returns nothing.
+        """Wait until `ready()`, which the loop calls between two steps and which must not raise, is true.
 
-        Args:
-            ready: is called by the loop between two steps; must not raise, or the loop gives up all its work.
-            since: time of `time.perf_counter` at which the request's wait began, in seconds.
-
-        Raises WaitTimeoutError, and counts the request in the metrics as turned away, once the whole wait, from `since`
-        on, is longer than `timeout_s` and `ready()` is still false. The request keeps its place until `leave`.
+        Raises WaitTimeoutError once the whole wait, from `since` (`time.perf_counter`) on, is longer than `timeout_s`.
+        The request keeps its place until `leave`.
         """
         left = None
         if self._timeout_s is not None:
@@ -189,10 +173,7 @@ class AdmissionQueue:
     def may_preload(self, task: LoopTask) -> bool:
         """Return True if a waiting request may plan and load now, before its turn.
 
-        That is so while `preloading_bytes` is less than `preload_bytes`, and the requests between the next one and it
-        have called `reserve`, with or without success. The next request gets False too once so much is reserved; its
-        caller lets it plan and load in any case. While there is room, it raises ValueError for a request that does not
-        wait.
+        There must be room, and all requests between the next one, which always may, and it have called `reserve`.
         """
         if not self.preloading_bytes < self._preload_bytes:
             return False
@@ -200,42 +181,27 @@ class AdmissionQueue:
         return all(other in self._preloads for other in between)
 
     def reserve(self, task: LoopTask, nbytes: int) -> bool:
-        """Reserve room for the bytes that a waiting request loads; return False if too little is left.
-
-        Nothing is reserved then, but the request counts as having called this (`may_preload`). The next request may
-        load without a reservation. The room is free again once the request has its turn (`begin`) or leaves. Whether
-        the request waits is not checked. Raises nothing.
-        """
+        """Reserve room for the bytes that a waiting request loads; return False if too little is left."""
         fits = self.preloading_bytes + nbytes <= self._preload_bytes
         self._preloads[task] = nbytes if fits else None
         return fits
 
     def is_first(self, task: LoopTask) -> bool:
-        """Return True if this request waits and none waits before it. Raises IndexError if none waits at all."""
+        """Return True if this request waits and none waits before it."""
         return self._waiting[0] is task
 
     def is_free(self) -> bool:
-        """Return True if no request has the turn, or if all that have it wait for loads, between two passes.
-
-        Raises nothing.
-        """
+        """Return True if no request has the turn, or if all that have it wait for loads, between two passes."""
         return all(_waits_for_loading(task) for task in self._prefilling)
 
     def begin(self, task: LoopTask) -> None:
-        """Give the turn to a waiting request; what it had reserved is free again.
-
-        Other requests may have the turn too, and requests before it may go on waiting: neither is checked. Raises
-        ValueError if it does not wait.
-        """
+        """Give the turn to a waiting request; what it had reserved is free again."""
         self._waiting.remove(task)
         self._preloads.pop(task, None)
         self._prefilling.append(task)
 
     def leave(self, task: LoopTask) -> None:
-        """End a request's turn or its wait; what it had reserved is free again. Raises nothing.
-
-        Does nothing for a request that has neither.
-        """
+        """End a request's turn or its wait, if it has one; what it had reserved is free again."""
         for tasks in (self._waiting, self._prefilling):
             if task in tasks:
                 tasks.remove(task)

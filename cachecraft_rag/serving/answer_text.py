@@ -44,9 +44,8 @@ class AnswerText:
     def take(self, token: int) -> str:
         """Take a further token id; return the text that is now certain, or "" if none is.
 
-        Sets `finish` if the answer ends with this token: "stop" at a stop string, of which nothing is returned, "end"
-        at one of the end tokens, "length" at the longest answer. For an answer that has not ended; this is not checked.
-        Raises what the tokenizer raises for an id that it cannot decode, such as OverflowError for a negative one.
+        Sets `finish` if the answer ends with this token: "stop" at a stop string, which is not returned, "end" at one
+        of the end tokens, "length" at the longest answer.
         """
         if token in self._end_tokens:
             self.finish = self.finish or "end"
@@ -60,14 +59,7 @@ class AnswerText:
         return text
 
     def rest(self) -> str:
-        """End the answer, if it has not ended; return the text that was held back, or "".
-
-        Bytes of a character that the answer does not finish are left out.
-
-        `finish` is then "stop" if that text holds a stop string, of which nothing is returned; else it stays as it was
-        set before, or is "length". A second call returns "". Raises nothing, unless the tokenizer could not decode a
-        token that `take` got: then it raises the tokenizer's error again.
-        """
+        """End the answer; return the text that was held back, without a stop string or an unfinished character."""
         self._settle(_without_unfinished(self._unsettled_text()))
         text = self._release(is_final=True)
         self.finish = self.finish or "length"
@@ -83,11 +75,7 @@ class AnswerText:
         return self._release(is_final=False)
 
     def _unsettled_text(self) -> str:
-        """Return the text of the tokens that are not settled.
-
-        The piece before them is decoded along, because tokenizers drop a space at the beginning. Whole pieces, not a
-        number of tokens: a decoder that starts in the middle of a character garbles the next one too.
-        """
+        """Return the text of the unsettled tokens: decoded after a whole piece, or the first character is garbled."""
         settled = self._decode(self._ids[self._anchor : self._settled])
         return self._decode(self._ids[self._anchor :])[len(settled) :]
 
@@ -155,18 +143,9 @@ def answer_text(
 ) -> Iterator[str]:
     """Yield the answer's text piece by piece until it ends; `progress` records its tokens and how it ended.
 
-    No piece is empty, and without any text nothing is yielded. If `tokens` end first, the answer ends too, as
-    `AnswerText.rest` says. Nothing is drawn or recorded before the first piece is asked for.
-
-    Args:
-        request: the question, with its sampling settings and its clock.
-        progress: takes up each token with its time.
-        tokens: ids of the answer's tokens; the next one is drawn only if the answer goes on after those before it.
-        tokenizer: a transformers tokenizer.
-        end_tokens: ids that end an answer and are not part of it.
-
-    Raises, while it is iterated over, what drawing a token raises, and what the tokenizer raises for an id that it
-    cannot decode, such as OverflowError for a negative one.
+    No piece is empty. If `tokens` end first, the answer ends too, as `AnswerText.rest` says. The next token is drawn
+    only if the answer goes on after those before it, and nothing is drawn or recorded before the first piece is asked
+    for.
     """
     answer = AnswerText(request.sampling, tokenizer, end_tokens)
     for token in tokens:

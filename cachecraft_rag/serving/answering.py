@@ -53,11 +53,7 @@ class LoadingPlan:
     closed: bool = False
 
     def close(self) -> None:
-        """End loading, without waiting for reads under way, and close the chunk-caches. A second call does nothing.
-
-        The store keeps in memory what was loaded completely, if it has room, and removes what was found damaged. Raises
-        nothing: a failure of the store is logged.
-        """
+        """End loading, without waiting for reads under way, and close the chunk-caches."""
         if not self.closed:
             self.closed = True
             self.loader.end(self.loads)
@@ -104,10 +100,7 @@ class Answering:
     _changes: int = 0  # number of changes to the store that this engine knows of
 
     def stored_changed(self) -> None:
-        """Note that captures were stored or dropped: requests with reuse that planned before plan again at their turn.
-
-        Raises nothing.
-        """
+        """Note that captures were stored or dropped: waiting requests with reuse plan again at their turn."""
         self._changes += 1
 
     # -- up to the first token ----------------------------------------------------------------------------------------
@@ -117,26 +110,10 @@ class Answering:
     ) -> Work[Prefilled]:
         """Wait for the turn, plan, and prefill while what is not in memory is being loaded.
 
-        A generator of steps for the loop. With reuse on, it also waits for chunks that other requests compute and this
-        one can use, and hands these captures to write-back. In the end, also after an error, the turn is given back and
-        loading is ended. A chunk-cache or a catalog that cannot be read raises nothing: the tokens are computed.
-
-        Args:
-            task: the loop's task of this request.
-            request: the question with its prompt and settings.
-            progress: takes up the times, the plan, and what was computed.
-            captures: takes up the segments that will be stored; the caller hands them over. After an error there is
-                nothing to hand over.
-
-        Returns:
-            The prefilled prompt.
-
-        Raises:
-            BusyError: too many requests wait already (`max_waiting`).
-            WaitTimeoutError: the request waited longer than `wait_timeout_s` for its turn.
-            StoreError: the store is closed.
-            UnsupportedModelError: a layer does something that the survey of the model did not show.
-            RuntimeError, MemoryError: the model fails, such as torch without memory.
+        With reuse on, it also waits for chunks that other requests compute and this one can use, and hands these
+        captures to write-back. In the end, also after an error, the turn is given back and loading is ended. Tokens of
+        a chunk-cache that cannot be read are computed. The caller hands over `captures`; after an error there is
+        nothing to hand over.
         """
         admission = self.admission
         plan: LoadingPlan | None = None
@@ -189,7 +166,7 @@ class Answering:
     ) -> Work[LoadingPlan | None]:
         """Plan, and begin to load, for a request that others wait before; None if the budget has no room for it.
 
-        The source is Cache-Craft, section 3.5: chunk-caches of all waiting requests are loaded ahead.
+        Cache-Craft, section 3.5: chunk-caches of all waiting requests are loaded ahead.
         """
         resolved: Resolved = yield self.loop.aside(self._resolve, request, progress)
         layout = self.decoder.layout
@@ -202,9 +179,7 @@ class Answering:
         )
 
     def _joins(self, rows: Sequence[int] | NDArray[np.int64], request: Request) -> bool:
-        """Return whether a request may prefill beside the running ones: it joins their forwards and waits for none of
-        their captures.
-        """
+        """Return whether a request may prefill beside the running ones, and waits for none of their captures."""
         return self.loop.would_join(rows) and not self._captures_for(request)
 
     def _captures_for(self, request: Request) -> list[FutureCaptures]:
@@ -323,25 +298,12 @@ class Answering:
     def answer(
         self, task: LoopTask, request: Request, progress: RequestProgress, queue: TokenQueue
     ) -> Work[None]:
-        """Answer a request into a queue, whose last piece says how the answer ended. A generator of steps for the loop.
+        """Answer a request into a queue, whose last piece says how the answer ended.
 
         If it raises, or is closed early, it puts no last piece. Once decoding ends in any way, uses of variants are
         counted in the store, the captures handed to write-back, and the prompt noted for new variants. An audit follows
-        for an answer that ended or was closed by its reader. Failures of these are logged and raise nothing here.
-
-        Args:
-            task: the loop's task of this request.
-            request: the question with its prompt and settings.
-            progress: takes up the times, the plan, the tokens, and what was computed.
-            queue: takes up the pieces; while it is full, the answer waits for its reader.
-
-        Raises:
-            BusyError: too many requests wait already (`max_waiting`).
-            WaitTimeoutError: the request waited longer than `wait_timeout_s` for its turn.
-            StoreError: the store is closed.
-            UnsupportedModelError: a layer does something that the survey of the model did not show.
-            ConfigError: the answer's grammar lets it neither go on nor end.
-            RuntimeError, MemoryError: the model fails, such as torch without memory.
+        for an answer that ended or was closed by its reader. Failures of these are logged. While the queue is full, the
+        answer waits for its reader.
         """
         captures = FutureCaptures()
         predictions = self.auditor.recorder(request)
@@ -365,28 +327,12 @@ class Answering:
         progress: RequestProgress,
         target: Sequence[int] | None,
     ) -> Work[tuple[str, Tensor]]:
-        """Answer greedily, and predict along the target tokens. A generator of steps for the loop.
+        """Answer greedily (temperature 0), and predict along the target tokens, by default the answer's own.
 
         Uses of variants, captures and new variants follow as from `answer`; the answer is not audited.
 
-        Args:
-            task: the loop's task of this request.
-            request: the question with its prompt and settings. Its temperature must be 0, which is not checked.
-            progress: takes up the times, the plan, the tokens of the answer, and what was computed.
-            target: ids of 1 to `request.sampling.max_new_tokens` tokens of the model, along which to predict. They are
-                not checked: others raise IndexError, on a GPU RuntimeError. None: those of the answer itself, with the
-                token that ended it.
-
-        Returns:
-            The answer's text, and logits float32 `[target, vocabulary]`: the prediction before each target token.
-
-        Raises:
-            BusyError: too many requests wait already (`max_waiting`).
-            WaitTimeoutError: the request waited longer than `wait_timeout_s` for its turn.
-            StoreError: the store is closed.
-            UnsupportedModelError: a layer does something that the survey of the model did not show.
-            ConfigError: the answer's grammar lets it neither go on nor end.
-            RuntimeError, MemoryError: the model fails, such as torch without memory.
+        Returns the answer's text, and logits float32 `[target, vocabulary]`: the prediction before each target token.
+        `target` has 1 to `request.sampling.max_new_tokens` tokens of the model, which are not checked.
         """
         captures = FutureCaptures()
         queue = TokenQueue(bounded=False)

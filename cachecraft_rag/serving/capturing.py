@@ -24,27 +24,15 @@ class LocalCapturer:
     write_back: WriteBackQueue
 
     def capture(self, prompt: Prompt, captures: Sequence[int], *, primed: bool) -> None:
-        """Compute a prompt, capture segments, and return None once they are stored or dropped; waits without limit.
+        """Compute a prompt, capture segments (ascending), and wait until they are stored or dropped.
 
-        What is stored already is captured again. A capture that the store does not take, for instance because the disk
-        is full or the store is closed, does not raise: it is logged, and `stats` of the store counts it.
-
-        Args:
-            prompt: instruction and chunks.
-            captures: indices of the segments to capture, ascending, at least one; segments after the last are not
-                computed.
-            primed: noted in the variants, see `types.variants.Variant`.
-
-        Raises:
-            IndexError: `captures` is empty, not ascending, or goes beyond the prompt.
-            UnsupportedModelError: a layer does something that the survey of the model did not show.
-            RuntimeError: torch has no memory or the model fails, or the system has no room for the loop's thread.
-            MemoryError: there is no memory for the keys and values.
+        What is stored already is captured again; segments after the last capture are not computed. A capture that the
+        store does not take is logged, and `stats` of the store counts it.
         """
         # tokens after the last capture need not be computed
         bounds = prompt.bounds[: captures[-1] + 2]
         rows = Rows.of(bounds, new=range(bounds[-1]))
-        job = PrefillJob(prompt.token_ids[: bounds[-1]], rows, captures=captures)
+        job = PrefillJob(prompt.token_array[: bounds[-1]], rows, captures=captures)
         context = CaptureContext(
             prompt.segments,
             prompt.bounds,

@@ -19,8 +19,6 @@ class NewVariants:
              "off": never
     share    tokens that may be computed for new variants, for each token of a prompt that was served
     waiting  most prompts that wait; beyond it, the prompts that would have saved least are dropped
-
-    Raises ConfigError for a value of a wrong type or out of range.
     """
 
     when: When = "idle"
@@ -43,8 +41,6 @@ class Audits:
     kept       most results that are kept on disk; beyond it, the oldest are removed
     keep_text  whether the text of audited answers is kept with the results. On disk only that of requests without
                a session
-
-    Raises ConfigError for a value of a wrong type or out of range.
     """
 
     share: float = 0.0
@@ -61,10 +57,7 @@ class Audits:
 
     @classmethod
     def of(cls, value: str | float) -> Self:
-        """Return the audits that a word or a number asks for: "off", "idle" (every answer), or a share from 0 to 1.
-
-        The word may also be the text of such a number. The other fields have their defaults. Raises ConfigError for any
-        other word, for a number that is not a share, NaN included, and for a value of another type.
+        """Return the audits for "off", "idle" (every answer), or a share from 0 to 1, also as text.
 
         >>> Audits.of("idle").share, Audits.of("off").share, Audits.of("0.25").share
         (1.0, 0.0, 0.25)

@@ -20,40 +20,19 @@ class Pieces(Protocol):
     """Pieces of an answer's text; closing it ends the answer."""
 
     def __next__(self) -> str:
-        """Return the next piece, or raise StopIteration after the last one.
-
-        Raises:
-            BusyError, WaitTimeoutError: by the first piece, if too many requests wait, or this one waited too long.
-            StoreError: the store of an engine on this machine is closed; by the first piece.
-            ConfigError: the answer's grammar lets it neither go on nor end, a server refuses the request, or vLLM does
-                not support a setting of reuse.
-            ContextLengthError: a server refuses the request because of the model's context.
-            UnsupportedModelError: a layer of a model in this process does something that its survey did not show.
-            ServerError: a server makes the answer and fails.
-            ForkError: this process is a fork of the one that made the engine.
-            RuntimeError, MemoryError: the model fails, such as torch without memory; over vLLM, RuntimeError also if
-                the engine is closed.
-            CancelledError: over vLLM, the engine was closed meanwhile; also vLLM's own exceptions.
-        """
+        """Return the next piece, or raise StopIteration after the last one."""
 
     def close(self) -> object:
         """End the answer: no further piece is made. A second call does nothing.
 
-        Any thread may call this. A generator raises ValueError while another thread is in it; the pieces of an engine
-        in this process raise nothing.
+        Any thread may call this. A generator raises ValueError while another thread is in it.
         """
 
 
 class Generation(Iterator[str], AsyncIterator[str]):
     """An answer as an iterator of text pieces, also for `async for`. `text` and `stats` are complete once it has ended.
 
-    The first piece raises BusyError if too many requests are waiting, WaitTimeoutError after too long a wait, and
-    StoreError if the engine's store is closed. Any piece raises ServerError if a server makes the answer and fails;
-    ConfigError if an answer that keeps to a schema can neither go on nor end, or a server refuses the request
-    (ContextLengthError because of the model's context); ForkError in a fork of the engine's process;
-    UnsupportedModelError if a layer of a model in this process does something that its survey did not show; and
-    RuntimeError or MemoryError if the model fails, such as torch without memory. Over vLLM, a piece raises RuntimeError
-    if the engine is closed, CancelledError if it was closed meanwhile, and vLLM's own exceptions.
+    The first piece raises BusyError and WaitTimeoutError; any piece the errors of the model, the store or the server.
     """
 
     def __init__(
@@ -68,10 +47,8 @@ class Generation(Iterator[str], AsyncIterator[str]):
     ) -> None:
         """Wrap the pieces of an engine.
 
-        Args:
-            pieces: an iterator with a method `arrived` if an event loop may wait for the next one.
-            ended: counts the answer once it has ended; its second argument names the kind of exception.
-            later: calls a function later in another thread, without a lock.
+        `ended` counts the answer; its second argument names the kind of exception. `later` calls a function in another
+        thread, without a lock. Pieces with a method `arrived` can be waited for in an event loop.
         """
         self._request = request
         self._progress = progress
@@ -130,11 +107,8 @@ class Generation(Iterator[str], AsyncIterator[str]):
     def close(self) -> None:
         """End the answer here; its captures are kept, in the background. Any thread and finalisers may call this.
 
-        An answer under way is counted and logged, and its `finish` is "closed". If no piece was asked for, nothing was
-        computed, nothing is counted, and `finish` stays None. Another thread that reads it gets no further piece. If
-        that thread waits for one, its wait ends at once with an engine in this process, and with the next piece over
-        vLLM or a server. A second call does nothing. Raises nothing, except RuntimeError if the answer is to be counted
-        in a new thread and the system has no room for one.
+        An answer under way is counted, with `finish` "closed"; one of which no piece was asked for is not. Another
+        thread that reads it gets no further piece: at once in this process, with the next piece over vLLM or a server.
         """
         self._closing = True
         with suppress(ValueError):  # Python's error if the generator runs in another thread
@@ -143,11 +117,7 @@ class Generation(Iterator[str], AsyncIterator[str]):
                 self._later(self._ended, self._stats, None)
 
     async def aclose(self) -> None:
-        """End the answer here without waiting: calls `close`. A second call does nothing.
-
-        Raises nothing, except RuntimeError if the answer is to be counted in a new thread and the system has no room
-        for one.
-        """
+        """End the answer here without waiting: calls `close`. A second call does nothing."""
         self.close()
 
     def __del__(self) -> None:
@@ -156,11 +126,17 @@ class Generation(Iterator[str], AsyncIterator[str]):
 
     @property
     def stats(self) -> RequestStats:
-        """Statistics of the request so far, computed at each access.
-
-        `finish` has no value while the answer goes on, and for an answer that was closed before a piece was asked for.
-        """
+        """Statistics of the request so far, computed at each access; `finish` is None until the answer ends."""
         return self._stats()
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """Token ids drawn so far, with the token that ended the answer; may be ahead of `text`."""
+        return tuple(self._progress.tokens)
+
+    def report(self) -> dict[str, object]:
+        """Return what became of each segment, as plain values: `RequestProgress.reported` takes them over."""
+        return self._progress.report()
 
     def _stats(self) -> RequestStats:
         return stats_of(self._request, self._progress, self._layers)

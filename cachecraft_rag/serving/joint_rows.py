@@ -60,27 +60,16 @@ class JointRows:
 
     @property
     def fixed_rows(self) -> float:
-        """Number of rows that take as long as the fixed part of a forward; may be a fraction.
-
-        It is 0.0 while it is unknown, and if nothing runs jointly.
-        """
+        """Number of rows that take as long as the fixed part of a forward; 0.0 if unknown or separate."""
         if self.most == 1 or not self.speed.known:
             return 0.0
         row_s = self.speed.seconds(1.0, passes=0.0)
         return self.speed.piece_s / row_s if row_s > 0.0 else 0.0
 
     def decode(self, steps: Sequence[DecodeStep]) -> list[Tensor | Exception]:
-        """Return the logits `[vocabulary]` (float32) after each step, in order, or in its place the step's exception.
+        """Return the logits `[vocabulary]` (float32) after each of at most `most` steps, or the step's exception.
 
-        Empty without steps. The caller passes at most `most` steps. The steps are counted in the metrics, and a step
-        that runs alone is timed for `speed`. The first call with several steps or passes, here or
-        of `advance`, compares a few short prompts, computed jointly and one by one; if they differ, or after three
-        joint forwards in a row that failed, `most` becomes 1, a warning says why, and each request is computed alone
-        from then on.
-
-        A step that fails alone raises nothing here. A joint forward that raises torch's RuntimeError or IndexError is
-        logged, and its steps are computed one by one; other exceptions of it, such as MemoryError, pass, and so do all
-        exceptions of that first comparison.
+        A step that runs alone is timed for `speed`. For joint forwards see `_jointly`.
         """
         if len(steps) > 1:
             logits = self._jointly(lambda: self._decode_jointly(steps))
@@ -91,12 +80,7 @@ class JointRows:
     def advance(self, passes: Sequence[RowPass]) -> list[Exception | None]:
         """Run the next layer of passes, which must be before the same layer; changes the passes and their buffers.
 
-        Returns None for each pass in order, or in its place the exception of that pass; such a pass stays before this
-        layer. Empty without passes.
-
-        A pass that fails alone raises nothing here. A joint forward that raises torch's RuntimeError or IndexError is
-        logged, and its passes run one by one; other exceptions of it, such as MemoryError, pass, and so do all
-        exceptions of the first comparison (see `decode`).
+        Returns None for each pass in order, or in its place the exception of that pass, which stays before this layer.
         """
         if (
             len(passes) > 1

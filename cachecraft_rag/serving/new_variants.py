@@ -92,14 +92,10 @@ class WantedVariants:
         )
 
     def answered(self, prompt_tokens: int, candidate: Candidate | None) -> None:
-        """Add the tokens of an answered prompt to the budget, and note the chunks that were fixed in it.
+        """Add an answered prompt's tokens to the budget, and the chunks that were fixed in it to the candidates.
 
-        If too many candidates wait, the least valuable one, which may be this one, is dropped and counted. Unspent
-        budget is kept up to that of 100,000 prompt tokens, or of this prompt if it is longer. Raises nothing.
-
-        Args:
-            prompt_tokens: tokens of the prompt; `NewVariants.share` times as many may be computed.
-            candidate: the prompt's chunks that were fixed; None: none.
+        If too many candidates wait, the least valuable one is dropped and counted. Unspent budget is kept up to that of
+        100,000 prompt tokens, or of this prompt if it is longer.
         """
         earned = self._share * prompt_tokens
         limit = self._share * max(_MAX_SAVED_UP, prompt_tokens)
@@ -110,39 +106,27 @@ class WantedVariants:
                 self._dropped[Dropped.FULL] += 1
 
     def best(self, among: Callable[[Candidate], bool] | None = None) -> Candidate | None:
-        """Return the candidate whose variants would have saved the most tokens; it stays waiting.
+        """Return the candidate, `among` those that count, that would have saved the most tokens; it stays.
 
-        None if there is no candidate, and while the budget is spent. Raises what `among` raises.
-
-        Args:
-            among: tells which candidates count; None: all.
+        None while the budget is spent.
         """
         if self._allowance <= 0.0:
             return None
         return self.candidates.best(among)
 
     def spend(self, tokens: int) -> None:
-        """Count computed tokens, and take them from the budget, which may become negative. Raises nothing.
-
-        Each refusal of the store in a row (`stored`) doubles their cost in the budget, up to 16 times.
-        """
+        """Take computed tokens from the budget; each refusal of the store in a row doubles their cost (16 times)."""
         self._tokens += tokens
         doublings = min(self._refusals, _MAX_DOUBLINGS)
         self._allowance -= math.ldexp(tokens, doublings)
 
     def stored(self, captured: int, refused: int = 0) -> None:
-        """Count captures that were stored, and captures that the store refused, for example on a full disk.
-
-        Refused ones count only for the row of refusals, see `spend`; a call without them ends that row. Raises nothing.
-        """
+        """Count stored captures; refused ones only for the row of refusals, see `spend`."""
         self._captured += captured
         self._refusals = self._refusals + refused if refused else 0
 
     def drop(self, candidate: Candidate, reason: Dropped | None) -> None:
-        """Remove a candidate and count the reason; with None, which means that it was stored, nothing is counted.
-
-        For a candidate that was removed before, only the reason is counted. Raises nothing.
-        """
+        """Remove a candidate, if it still waits, and count the reason; None means that it was stored."""
         self.candidates.remove(candidate)
         self.count(reason)
 
@@ -155,8 +139,7 @@ class WantedVariants:
 def exact_only(found: LookupResult) -> LookupResult:
     """Return a look-up result with only those variants that may precede an exact capture: the ones exact to the bit.
 
-    That is a variant of a lossless codec with an exact share of 1. Chunks without one keep an empty list. The argument
-    stays as it is. Raises nothing.
+    That is a variant of a lossless codec with an exact share of 1.
     """
     exact = {
         name: [variant for variant in variants if variant.lossless and variant.exact_share >= 1.0]
@@ -166,18 +149,7 @@ def exact_only(found: LookupResult) -> LookupResult:
 
 
 def missing_of(candidate: Candidate, found: LookupResult) -> list[int]:
-    """Return the indices of the candidate's segments that are to be captured and are not stored after their prefix.
-
-    Variants that were captured inexactly do not count, those of a lossy codec do. The list is in the order of
-    `Candidate.fixed`, and empty if all are stored.
-
-    Args:
-        candidate: the prompt, and which of its segments to capture.
-        found: what is stored of its segments.
-
-    Raises ValueError if a variant has another number of values in `inter` than ids in its origin prefix; the store
-    returns no such variant. Raises IndexError if `fixed` has an index beyond the prompt.
-    """
+    """Return, of `Candidate.fixed`, the indices that are not stored, exactly or by a lossy codec."""
     plan = make_plan(Prompt(candidate.segments), found.variants, EXACT)
     return [index for index in candidate.fixed if plan.segments[index].variant is None]
 
@@ -216,22 +188,14 @@ class VariantMaker:
 
     @property
     def busy(self) -> bool:
-        """True while a capture is under way or waits for the loop; False once the budget allows no more, or none waits.
-
-        After `close` it is False once the capture under way has ended.
-        """
+        """True while a capture is under way or waits for the loop."""
         return self._task is not None
 
     def answered(self, prompt_tokens: int, candidate: Candidate | None) -> None:
         """Add the tokens of an answered prompt to the budget, note its fixed chunks, and begin to capture.
 
         Returns at once: the capture runs while the loop is idle, or with `NewVariants.when` "always" also beside
-        answers. With "off" it does nothing; after `close` the candidate is counted as dropped. An error of a capture is
-        logged and counted. Raises nothing.
-
-        Args:
-            prompt_tokens: tokens of the prompt.
-            candidate: the prompt's chunks that were fixed; None: none.
+        answers. An error of a capture is logged and counted; after `close` the candidate is counted as dropped.
         """
         if self.config.when == "off":
             return
@@ -242,7 +206,7 @@ class VariantMaker:
         self._begin()
 
     def forget(self, chunk_ids: Collection[str]) -> None:
-        """Drop the candidates with these chunks, because the chunks were removed; they are counted. Raises nothing.
+        """Drop the candidates with these chunks, because the chunks were removed; they are counted.
 
         The capture under way ends before its next layer, and is not waited for.
         """
@@ -256,8 +220,7 @@ class VariantMaker:
     def close(self) -> None:
         """Drop all candidates, and ask the capture under way to stop before its next layer, without waiting for it.
 
-        They are counted as dropped, that of the capture once it has ended; `busy` is False then. No capture begins any
-        more. Raises nothing.
+        They are counted as dropped, that of the capture once it has ended; `busy` is False then.
         """
         self._closed = True
         if self._running is not None:
@@ -266,7 +229,7 @@ class VariantMaker:
         self._wanted.count(Dropped.CLOSED, self._wanted.candidates.clear())
 
     def running(self, chunk_ids: Collection[str]) -> bool:
-        """Return True if a capture is under way and its prompt holds at least one of these chunks. Raises nothing."""
+        """Return True if a capture is under way and its prompt holds at least one of these chunks."""
         if self._running is None:
             return False
         return any(segment.segment_id in chunk_ids for segment in self._running.segments)

@@ -47,47 +47,21 @@ class PrimableEngine(Protocol):
         """The builder of the prompts of this engine's questions, with its instruction and its tokenizer."""
 
     def capture(self, prompt: Prompt, captures: Sequence[int], *, primed: bool) -> None:
-        """Compute a prompt, capture these of its segments, and return None once they are stored or dropped.
+        """Compute a prompt without a question, capture these segments (ascending), and return once they are stored.
 
-        A capture that the store refuses, or cannot take because it is closed, raises nothing: it is logged and counted.
-
-        Args:
-            prompt: system segment and chunks, without a question.
-            captures: indices of segments, ascending, at least one.
-            primed: True if this is priming, and the chunks are captured after their neighbours in the document.
-
-        Raises:
-            UnsupportedCallError: this engine captures texts only.
-            IndexError: `captures` is empty.
-            ForkError: called in a fork of the engine's process.
-            UnsupportedModelError: a layer of a model in this process does something that its survey did not show.
-            RuntimeError, MemoryError: the model has no memory or fails; over vLLM, RuntimeError also if the engine is
-                closed.
-            CancelledError: over vLLM, the engine was closed meanwhile; also vLLM's own exceptions.
+        A capture that the store does not take is logged and counted. `primed`: the chunks are captured after their
+        neighbours in the document. Raises UnsupportedCallError if this engine captures texts only.
         """
 
     def look_up(self, segments: Sequence[Segment], *, session: str | None = None) -> LookupResult:
-        """Return the stored variants of these segments for this model; variants that do not fit are left out.
+        """Return the variants of segments, shared ones and those of `session`, that fit this model.
 
-        Every given segment id is a key of `variants` in the result; its list may be empty. If the catalog of the store
-        cannot be read, a warning is logged, and all lists are empty.
-
-        Args:
-            segments: segments of prompts.
-            session: session whose private variants are found too; None: shared variants only.
-
-        Raises UnsupportedCallError if the chunk-caches are a server's, StoreError if the store is closed, ConfigError
-        if `segments` is anything but a list of segments or `session` is not text, and ForkError in a fork of the
-        process that opened the store.
+        Every given segment id is a key of `variants` in the result; all lists are empty, with a warning, if the catalog
+        cannot be read. Raises UnsupportedCallError if the chunk-caches are a server's.
         """
 
     def disk_space(self) -> DiskSpace:
-        """Return the size, the limit and the codec of the store's folder, and the free space of its disk, in bytes.
-
-        Raises StoreError if the store is closed, or its folder or catalog cannot be read, and ForkError in a fork of
-        the process that opened the store. If a server has the store: ServerError if it does not answer or its reply is
-        malformed, and ConfigError or ContextLengthError if it refuses the request with status 400.
-        """
+        """Return size, limit and codec of the store's folder, and the free space of its disk, in bytes."""
 
 
 class DocumentPrimer(Protocol):
@@ -101,48 +75,15 @@ class DocumentPrimer(Protocol):
         """Capture one document's chunks in order; return the number of captures, which are stored by then.
 
         The instruction is captured too if it is not stored, and counts. Chunks that are stored after the same
-        neighbours are skipped: without new captures, 0 is returned.
-
-        Args:
-            chunks: the document's chunks, in the order of the document; may be empty.
-            captured: called after each pass, or after each request to a server, with the number of its captures; what
-                it raises passes.
-
-        Raises:
-            ContextLengthError: a chunk together with the instruction does not fit a pass, or a server finds it too
-                long.
-            ConfigError: the instruction is private; `chunks` are no chunks; or a server refuses a text or cannot use
-                its store.
-            UnsupportedCallError: this is a `Primer`, and the chunk-caches are a server's.
-            StoreError: the store is closed.
-            ServerError: a server does not answer, asks for a key or fails, or its reply is malformed.
-            ForkError: this process is a fork of the one that opened the store.
-            UnsupportedModelError: a layer of a model in this process does something that its survey did not show.
-            RuntimeError, MemoryError: the model has no memory or fails; over vLLM, RuntimeError also if the engine is
-                closed.
-            CancelledError: over vLLM, the engine was closed meanwhile; also vLLM's own exceptions.
+        neighbours are skipped. `captured` gets the number of captures after each pass or request to a server; what it
+        raises passes. Raises ConfigError if the instruction is private: captures after it would belong to a session.
         """
 
     def missing(self, chunks: Sequence[Chunk]) -> dict[str, int]:
-        """Return variant id → number of tokens, for the variants that `prime` would capture now; {} if all are stored.
-
-        Nothing is computed.
-
-        Raises:
-            ContextLengthError: a chunk together with the instruction does not fit a pass, or a server finds it too
-                long.
-            ConfigError: `chunks` are no chunks, or a server refuses a text or cannot use its store.
-            UnsupportedCallError: this is a `Primer`, and the chunk-caches are a server's.
-            StoreError: the store is closed.
-            ServerError: a server does not answer, asks for a key or fails, or its reply is malformed.
-            ForkError: this process is a fork of the one that opened the store.
-        """
+        """Return variant id → number of tokens, for the variants that `prime` would capture now."""
 
     def fits(self, chunk: Chunk) -> bool:
-        """Return True if a pass has room for the instruction and the chunk; otherwise the chunk cannot be primed.
-
-        Raises ContextLengthError if the instruction alone is longer than a pass.
-        """
+        """Return True if a pass has room for the instruction and the chunk; otherwise it cannot be primed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,11 +107,7 @@ class PrimingEstimate:
 
     @property
     def fits(self) -> bool:
-        """True if the bytes of the missing chunk-caches fit the rest of the store's limit and the disk's free space.
-
-        Then priming evicts nothing for want of bytes. False, even if nothing is missing, for files beyond their limit.
-        The limits on the number of variants are not considered.
-        """
+        """True if the missing bytes fit the store's limit and the disk, so that none is evicted for bytes."""
         return self.nbytes <= min(self.disk_budget - self.disk_used, self.disk_free)
 
 
@@ -202,33 +139,11 @@ class Primer:
     def prime(
         self, chunks: Sequence[Chunk], *, captured: Callable[[int], None] = lambda _count: None
     ) -> int:
-        """Capture one document's chunks in order; return the number of captures, which are stored by then.
+        """See `DocumentPrimer.prime`. The first chunk is captured a second time after the next ones, and counts twice.
 
-        The instruction is captured too, and the first chunk a second time after the next ones, and both count. Equal
-        chunks count once. Chunks that are stored after the same neighbours are skipped, so an interrupted run resumes
-        where it stopped. A document of one chunk is skipped too if it was primed after chunks of other documents before
-        and `related` still returns some. Captures that the store refuses, for example on a full disk, are logged and
-        not counted. If the catalog cannot be read, a warning is logged: chunks then count as missing and are computed,
-        and captures do not count as stored.
-
-        Args:
-            chunks: the document's chunks, in the order of the document; may be empty.
-            captured: called after each pass with the number of its captures, which may be 0; what it raises passes.
-
-        Raises:
-            ContextLengthError: the instruction and one of the chunks together have more tokens than the window, which
-                is at most the model's context; without chunks, the instruction alone has. Nothing is computed then.
-            ConfigError: the instruction is private, so captures after it would belong to a session; or `chunks` are no
-                chunks.
-            UnsupportedCallError: the chunk-caches are a server's; the engine's own `primer` primes there.
-            StoreError: the store is closed.
-            ForkError: this process is a fork of the one that opened the store.
-            UnsupportedModelError: a layer of a model in this process does something that its survey did not show.
-            RuntimeError, MemoryError: the model has no memory or fails; over vLLM, RuntimeError also if the engine is
-                closed.
-            CancelledError: over vLLM, the engine was closed meanwhile; also vLLM's own exceptions.
-
-        Exceptions of the primer's `related` pass.
+        An interrupted run resumes where it stopped. A document of one chunk is skipped too if it was primed after
+        chunks of other documents before and `related` still returns some. Captures that the store refuses are not
+        counted. If the catalog cannot be read, chunks are computed, but captures do not count as stored.
         """
         self._require_shared()
         chunks = checked_chunks(chunks)
@@ -241,22 +156,7 @@ class Primer:
         return total
 
     def missing(self, chunks: Sequence[Chunk]) -> dict[str, int]:
-        """Return variant id → number of tokens, for the variants that `prime` would capture now; {} if all are stored.
-
-        The instruction is among them if it is missing. Nothing is computed. A private instruction does not matter,
-        because nothing is captured. If the catalog cannot be read, a warning is logged and all variants count as
-        missing.
-
-        Raises:
-            ContextLengthError: the instruction and one of the chunks together have more tokens than the window; without
-                chunks, the instruction alone has.
-            ConfigError: `chunks` are no chunks.
-            UnsupportedCallError: the chunk-caches are a server's; the engine's own `primer` asks there.
-            StoreError: the store is closed.
-            ForkError: this process is a fork of the one that opened the store.
-
-        Exceptions of the primer's `related` pass.
-        """
+        """See `DocumentPrimer.missing`. If the catalog cannot be read, all variants count as missing."""
         missing: dict[str, int] = {}
         for window, known in self._windows(checked_chunks(chunks)):
             variant_ids, captures = self._captures(window, known)
@@ -266,34 +166,13 @@ class Primer:
         return missing
 
     def fits(self, chunk: Chunk) -> bool:
-        """Return True if a pass has room for the instruction and the chunk; otherwise the chunk cannot be primed.
-
-        Nothing is computed. Raises ContextLengthError if the instruction alone is longer than a pass.
-        """
+        """Return True if a pass has room for the instruction and the chunk."""
         return len(self.engine.prompts.chunk_segment(chunk).token_ids) <= self._room([])
 
     def capture(self, chunk: Chunk, after: Sequence[Chunk] = ()) -> int:
-        """Capture a chunk after the given ones, and the instruction, each unless it is stored already.
+        """Capture a chunk after the given ones (nearest last), and the instruction; return how many were stored.
 
-        Args:
-            chunk: the chunk to capture.
-            after: chunks before it, the nearest last. Repeated chunks, the chunk itself and the furthest that do not
-                fit the window are left out.
-
-        Returns:
-            The number of captures that were stored, 0 to 2. Those that the store refuses are logged and not counted.
-
-        Raises:
-            ContextLengthError: the instruction and the chunk together have more tokens than the window. Nothing is
-                computed then.
-            ConfigError: the instruction is private, so captures after it would belong to a session.
-            UnsupportedCallError: the chunk-caches are a server's.
-            StoreError: the store is closed.
-            ForkError: this process is a fork of the one that opened the store.
-            UnsupportedModelError: a layer of a model in this process does something that its survey did not show.
-            RuntimeError, MemoryError: the model has no memory or fails; over vLLM, RuntimeError also if the engine is
-                closed.
-            CancelledError: over vLLM, the engine was closed meanwhile; also vLLM's own exceptions.
+        Repeated chunks, the chunk itself and the furthest that do not fit the window are left out.
         """
         self._require_shared()
         segment = self.engine.prompts.chunk_segment(chunk)
@@ -308,7 +187,7 @@ class Primer:
             )
 
     def _room(self, segments: Sequence[Segment]) -> int:
-        """Return the tokens that a pass has for chunks. Raises ContextLengthError if a segment does not fit."""
+        """Return the tokens that a pass has for chunks."""
         room = self._window - len(self.engine.prompts.system.token_ids)
         longest = max((len(segment.token_ids) for segment in segments), default=0)
         if longest > room:
@@ -425,19 +304,7 @@ def _tokens(window: Sequence[Segment]) -> int:
 def estimate_priming(primer: DocumentPrimer, texts: Texts) -> PrimingEstimate:
     """Estimate the work of `prime_documents`; nothing is computed. Chunks that do not fit a pass are left out.
 
-    The result has the sizes of the store now. Exceptions of the primer's `related` pass.
-
-    Args:
-        primer: what would prime the documents.
-        texts: id and chunks of each document; variants that several documents share count once.
-
-    Raises:
-        ContextLengthError: the instruction alone is longer than a pass, or a server finds a chunk too long.
-        ConfigError: a server refuses a text, cannot use its store, or names a codec that is unknown here.
-        UnsupportedCallError: `primer` is a `Primer` over a server's chunk-caches.
-        StoreError: the store is closed, or its folder or catalog cannot be read.
-        ServerError: a server has the store, and does not answer or fails.
-        ForkError: this process is a fork of the one that opened the store.
+    Variants that several documents share count once.
     """
     engine = primer.engine
     missing: dict[str, int] = {}
@@ -463,30 +330,15 @@ def prime_documents(
     progress: Callable[[Progress], None] | None = None,
     skipped: Callable[[str], None],
 ) -> int:
-    """Prime documents one after the other, and return the number of captures, which are stored by then.
+    """Prime documents one after the other; return the number of captures, which are stored by then.
 
-    Chunks that are too long are not captured. What was captured before an error stays. Exceptions of the primer's
-    `related` pass.
+    What was captured before an error stays. What the callbacks raise passes.
 
     Args:
         primer: captures them.
         texts: id and chunks of each document; several may have the same id.
-        progress: called with the number of captures so far and in all, before the first and after each pass with
-            captures; None: never. What it raises passes.
-        skipped: called with a sentence about each document that has chunks that are too long, before anything is
-            captured; what it raises passes.
-
-    Raises:
-        ContextLengthError: the instruction alone is longer than a pass, or a server finds a chunk too long.
-        ConfigError: the instruction is private, or a server refuses a text or cannot use its store.
-        UnsupportedCallError: this engine cannot prime, because its chunk-caches are a server's.
-        StoreError: the store is closed.
-        ServerError: a server does not answer, asks for a key or fails.
-        ForkError: this process is a fork of the one that opened the store.
-        UnsupportedModelError: a layer of a model in this process does something that its survey did not show.
-        RuntimeError, MemoryError: the model has no memory or fails; over vLLM, RuntimeError also if the engine is
-            closed.
-        CancelledError: over vLLM, the engine was closed meanwhile; also vLLM's own exceptions.
+        progress: called with the number of captures so far and in all, before the first and after each pass.
+        skipped: called, before anything is captured, with a sentence about each document that has too long chunks.
     """
     documents: list[tuple[str, list[Chunk]]] = []
     for name, chunks in texts:

@@ -48,11 +48,7 @@ class SegmentReport:
 
     @property
     def stored(self) -> bool:
-        """True if a chunk-cache or a server's prefix cache serves it, except for `not_loaded` and `recomputed` tokens.
-
-        That is so if it has a `variant_id`, or the reason PREFIX_CACHED. Before the prefill, `variant_id` is the one
-        that was planned.
-        """
+        """True if a chunk-cache or a prefix cache serves it, except for `not_loaded` and `recomputed` tokens."""
         return self.variant_id is not None or self.reason is Reason.PREFIX_CACHED
 
     def as_dict(self) -> dict[str, object]:
@@ -61,22 +57,12 @@ class SegmentReport:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Make a report from the values of `as_dict`; a field that is missing gets its default.
-
-        Raises KeyError without `reason`, ValueError if it is no code of a `Reason`, and TypeError without `outcome`,
-        for an unknown field, and for anything but a mapping. Other values are not checked.
-        """
+        """Make a report from the values of `as_dict`; ValueError for an unknown `reason`. Values are not checked."""
         return cls(**{**values, "reason": Reason(values["reason"])})
 
 
 def segment_reports(plan: Plan, tiers: Mapping[str, TierName]) -> tuple[SegmentReport, ...]:
-    """Return a report of each segment of a plan, in order; () for a plan without segments. Raises nothing.
-
-    Args:
-        plan: the plan, as it was made or carried out.
-        tiers: variant id → tier that the variant was read from; one that is missing was not read, and has the tier None
-            in its report.
-    """
+    """Return a report of each segment of a plan; `tiers` has the variants that were read."""
     reports = []
     for planned in plan.segments:
         variant_id = None if planned.variant is None else planned.variant.variant_id
@@ -189,10 +175,8 @@ class RequestProgress:
     def reported(self, report: Mapping[str, Any]) -> None:
         """Take over the report of another process that carried the plan out.
 
-        It has `refused` and no segments if the request was computed without chunk-caches. Without `segments`, `reports`
-        becomes (), and without `refused` that becomes ""; other fields that the report lacks stay as they are. Raises
-        KeyError, TypeError or ValueError if an entry of `segments` is invalid (`SegmentReport.from_dict`), and then
-        changes nothing. Nothing else is checked.
+        It has `refused` and no segments if the request was computed without chunk-caches. Raises KeyError, TypeError or
+        ValueError for an invalid entry of `segments`, and then changes nothing. Nothing else is checked.
         """
         reports = tuple(SegmentReport.from_dict(values) for values in report.get("segments", ()))
         self.reports = reports
@@ -203,11 +187,19 @@ class RequestProgress:
         self.waited_s = report.get("waited_s", self.waited_s)
         self.remote = report.get("remote", self.remote)
 
-    def segment_reports(self) -> tuple[SegmentReport, ...]:
-        """Return the reports of the segments, in order: those of `reported` once it was called, else of the plan.
+    def report(self) -> dict[str, object]:
+        """Return plain values, for JSON, that `reported` takes over in another process."""
+        return {
+            "segments": [report.as_dict() for report in self.segment_reports()],
+            "row_layers": self.row_layers,
+            "focus_layer": self.focus_layer,
+            "planned_s": self.planned_s,
+            "waited_s": self.waited_s,
+            "remote": self.remote,
+        }
 
-        Empty before the plan, and if the other process reported no segments.
-        """
+    def segment_reports(self) -> tuple[SegmentReport, ...]:
+        """Return the reports of the segments, in order: those of `reported` once it was called, else of the plan."""
         return segment_reports(self.plan, self.tiers) if self.reports is None else self.reports
 
     def drew_first(self, *, at: float) -> None:
@@ -238,7 +230,7 @@ class RequestProgress:
 
 
 def unchanged_tokens(prompt: Prompt, reports: Sequence[SegmentReport], *, first: int = 0) -> int:
-    """Return how many tokens of a prompt were taken from chunk-caches without a change; 0 without reports.
+    """Return how many tokens of a prompt were taken from chunk-caches without a change.
 
     Only positions from `first` on count. In the segment with that position, as many as possible are taken to follow it.
     """
@@ -251,19 +243,11 @@ def unchanged_tokens(prompt: Prompt, reports: Sequence[SegmentReport], *, first:
 
 
 def stats_of(request: Request, progress: RequestProgress, layers: int) -> RequestStats:
-    """Return the statistics of a request so far.
+    """Return the statistics of a request so far, for a model of `layers` layers.
 
     Before the plan no token counts as reused, and `chunks` has only those left out of the prompt. The other chunks are
     "failed" if the request failed or was closed before its first token, unless another process has reported on them,
     and "computed" if it has ended otherwise without reports. `total_s` is the time until now while the request goes on.
-
-    Args:
-        request: the question with its prompt.
-        progress: its progress; the sums are over what it holds by now.
-        layers: number of layers of the model, at least 1.
-
-    Raises nothing for a prompt of an engine. Raises ZeroDivisionError for a prompt without tokens, or if `layers` is 0,
-    and AttributeError for more reports than the prompt has segments.
     """
     reports = progress.segment_reports()
     lengths = [len(segment.token_ids) for segment in request.prompt.segments]
@@ -373,14 +357,7 @@ def _reason_of(report: SegmentReport, tokens: int) -> str:
 
 
 def check_asked(question: object, history: object, *, session: object, config: object) -> None:
-    """Raise ConfigError unless a question and its options are valid; the chunks are checked elsewhere. Returns nothing.
-
-    Args:
-        question: a text; may hold damaged characters.
-        history: earlier turns, see `prompt.builder.check_history`.
-        session: a text, or None.
-        config: a `ReuseConfig`, or None.
-    """
+    """Raise ConfigError unless a question and its options are valid; the chunks are checked elsewhere."""
     check_text("question", question, damaged=True)  # text from a terminal may be damaged
     check_history(history)
     check_text("session", session, optional=True)

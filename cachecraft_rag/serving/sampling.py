@@ -39,8 +39,7 @@ class SamplingParams:
     json_schema     JSON schema that the answer keeps to, also as a dict or a pydantic model; kept as JSON text. The
                     answer is whole unless it ends at `max_new_tokens`. Needs the extra "structured"
 
-    Raises ConfigError for a value of a wrong type or out of range, and for a `json_schema` that is not JSON of an
-    object. Whether answers can be kept to the schema is checked with the question.
+    Whether answers can be kept to the schema is checked with the question.
     """
 
     max_new_tokens: int = 128
@@ -64,7 +63,7 @@ class SamplingParams:
 
 
 def _schema_text(schema: object) -> str:
-    """Return a JSON schema as text. Raises ConfigError for an invalid schema.
+    """Return a JSON schema as text.
 
     >>> _schema_text({"type": "integer"})
     '{"type": "integer"}'
@@ -120,10 +119,8 @@ class SamplingOptions(TypedDict, total=False):
 def sampling_from(options: dict[str, Any]) -> dict[str, Any]:
     """Return the options with a question's `SamplingOptions` put together as the option `sampling`.
 
-    They override the fields of a given `sampling`; other options are unchanged. The result is a new dict, equal to the
-    argument if that has no such option, and the argument stays as it is. Raises ConfigError for values that
-    `SamplingParams` refuses, for both `max_tokens` and `max_new_tokens`, and for such an option beside a `sampling`
-    that is neither None nor `SamplingParams`; without one, `sampling` is not checked.
+    They override the fields of a given `sampling`; other options, and the argument itself, are unchanged. Raises
+    ConfigError for both `max_tokens` and `max_new_tokens`.
 
     >>> sampling_from({"max_tokens": 5, "stop": "END", "session": "ada"})["sampling"].stop
     ('END',)
@@ -157,8 +154,7 @@ def sampling_from(options: dict[str, Any]) -> dict[str, Any]:
 class Sampler:
     """Draws tokens according to `SamplingParams`; the same seed draws the same tokens from the same logits.
 
-    Args:
-        constraint: grammar of this answer, if it keeps to one.
+    `constraint` is the grammar of this answer, if it keeps to one.
     """
 
     def __init__(self, params: SamplingParams, constraint: Constraint | None = None) -> None:
@@ -173,12 +169,9 @@ class Sampler:
             self._generator.seed()
 
     def draw(self, logits: Tensor) -> int:
-        """Return the id of the next token, drawn from its logits `[vocabulary]`; with temperature 0 the likeliest.
+        """Return the next token's id, drawn from its logits `[vocabulary]`; with temperature 0 the likeliest.
 
-        Advances the random numbers, and the answer's grammar by this token. The logits stay as they are. Raises
-        ConfigError if the answer's grammar lets it neither go on nor end, and torch's RuntimeError without memory. With
-        a temperature above 0, logits that hold NaN or +inf, or nothing but -inf, raise RuntimeError too; with
-        temperature 0 they raise nothing.
+        ConfigError if the answer's grammar lets it neither go on nor end.
         """
         if self._constraint is None:
             return self._drawn(logits)

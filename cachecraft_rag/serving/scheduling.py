@@ -32,15 +32,7 @@ def pays_to_join(
     """Return True if a pass saves more than it costs the `others`, which are `at` a later layer or the same.
 
     It runs alone up to their layer, while they wait, and from there on as one forward with them. False if it is past
-    their layer, if it saves just as much as it costs, and if `fixed_rows` is 0. Raises nothing.
-
-    Args:
-        layer: the next layer of the pass.
-        rows: its rows.
-        at: the next layer of the others.
-        others: number of the others.
-        layers: number of layers of the model.
-        fixed_rows: rows that take as long as the fixed part of a forward.
+    their layer, and if it saves just as much as it costs. `fixed_rows` take as long as the fixed part of a forward.
 
     >>> pays_to_join(0, 20.0, at=0, others=1, layers=4, fixed_rows=30.0)
     True
@@ -61,19 +53,11 @@ def pays_to_join(
 def next_group(
     passes: Sequence[WaitingPass], *, layers: int, fixed_rows: float
 ) -> tuple[list[int], set[int]]:
-    """Choose the passes that run their next layer now, as one forward.
+    """Choose the passes, in the order of asking, that run their next layer now, as one forward.
 
-    Args:
-        passes: in the order of asking, not empty.
-        layers: number of layers of the model.
-        fixed_rows: rows that take as long as the fixed part of a forward; 0 if nothing may be computed jointly.
-
-    Returns:
-        Indices of the passes that run their next layer now, ascending; and the indices of all that run together with
-        the first pass, the first itself and those that wait at a later layer included. If the first pass is `joined`,
-        all passes that are `joined` stay among them, also if `fixed_rows` is 0.
-
-    Raises IndexError without passes.
+    Returns their indices, ascending; and the indices of all that run together with the first pass, the first itself and
+    those that wait at a later layer included. If the first pass is `joined`, all passes that are `joined` stay among
+    them. `fixed_rows` take as long as the fixed part of a forward; 0 if nothing may be computed jointly.
 
     >>> next_group([WaitingPass(0, 20.0), WaitingPass(0, 9.0), WaitingPass(0, 500.0)], layers=4, fixed_rows=30.0)
     ([0, 1], {0, 1})

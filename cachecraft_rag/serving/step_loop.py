@@ -146,26 +146,14 @@ class StepLoop:
     # -- for other threads --------------------------------------------------------------------------------------------
 
     def start(self, task: LoopTask) -> None:
-        """Begin some work and return at once; its result and its error go to `LoopTask.ended`, in the loop's thread.
-
-        Starts the thread if it does not run. After `close`, work of `Priority.IDLE` is given up while the thread still
-        finishes earlier work. Raises RuntimeError if the system has no room for a thread; the work then begins with the
-        next thread that this loop starts.
-        """
+        """Begin some work and return at once; its outcome goes to `LoopTask.ended`."""
         self._send(partial(self._begin, task))
 
     def run(self, make: Callable[[LoopTask], Work[T]], priority: Priority = Priority.JOB) -> T:
         """Carry out some work, wait for it, and return its result, or raise its error.
 
-        An interruption of the wait gives the work up.
-
-        Args:
-            make: makes the generator of the work's steps; if it raises, the work ends with that error.
-            priority: the order among other work.
-
-        Returns the result; None if the work was given up: by the interpreter's exit, unless it is a job, or by `close`,
-        if it is work in idle time. Raises any error of the work, and RuntimeError if the system has no room for a
-        thread. Never returns if it is called in the loop's own thread.
+        An interruption of the wait gives the work up. Returns None if the work was given up: by the interpreter's exit,
+        unless it is a job, or by `close`, if it is work in idle time. Never returns in the loop's own thread.
         """
         results: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
         handle = Handle()
@@ -190,8 +178,7 @@ class StepLoop:
     def call(self, function: Callable[[], T]) -> T:
         """Call a function in the loop's thread, between two steps; wait, and return its result or raise its error.
 
-        In the loop's own thread it is called at once, and without a running thread in the caller's. Raises what the
-        function raises, and RuntimeError if the thread has ended meanwhile and the system has no room for another.
+        In the loop's own thread it is called at once, and without a running thread in the caller's.
         """
         if threading.current_thread() is self._thread:
             return function()
@@ -204,18 +191,13 @@ class StepLoop:
         return done.result()
 
     def call_soon(self, function: Callable[[], object]) -> None:
-        """Have a function called in the loop's thread; return at once. Takes no lock and raises nothing.
-
-        Starts no thread: if none runs, the function is called once a later one does, or never. The function's result is
-        not kept; if it raises, the error is logged.
-        """
+        """Have a function called in the loop's thread, once one runs; takes no lock. Its error is logged."""
         self._inbox.put(function)
 
     def aside(self, function: Callable[[*Ts], T], *arguments: *Ts) -> Future[T]:
         """Call a function in another thread, with the context variables of this one; return a future at once.
 
-        Two functions run at a time, and others wait. The future takes the result or the error, so nothing is raised
-        here. After `close` the function is called in the caller's thread, and the future is done.
+        Two functions run at a time, and others wait. After `close` the function is called in the caller's thread.
         """
         call = partial(copy_context().run, function, *arguments)
         try:
@@ -231,22 +213,13 @@ class StepLoop:
         return self._thread is not None
 
     def wake(self) -> None:
-        """Have the loop check its waiting tasks, without waiting for it. Takes no lock, and raises nothing.
-
-        Nothing happens if the loop's thread does not run.
-        """
+        """Have the loop check its waiting tasks, without waiting for it. Takes no lock."""
         self._inbox.put(None)
 
     def wait_until(self, holds: Callable[[], bool], timeout: float | None = None) -> bool:
-        """Wait until `holds()` is true, which the loop's thread checks between turns.
+        """Wait until `holds()` is true; return False after `timeout` seconds. Not for the loop's own thread.
 
-        Starts the thread if it does not run. In the loop's own thread it would wait for the whole timeout.
-
-        Args:
-            holds: the condition; must be quick, and must not raise.
-            timeout: longest wait in seconds; None: no limit.
-
-        Returns True once it holds, False after `timeout`. Raises RuntimeError if the system has no room for a thread.
+        The loop's thread checks it between turns: it must be quick, and must not raise.
         """
         event = threading.Event()
         try:
@@ -256,28 +229,18 @@ class StepLoop:
             self.call_soon(lambda: self._watchers.pop(event, None))
 
     def wait_for_given_up(self) -> None:
-        """Wait until work that was given up before this call has ended, such as answers that their readers closed.
-
-        Returns at once if the loop's thread does not run, and in that thread itself. Raises nothing, except
-        RuntimeError if the thread has ended meanwhile and the system has no room for another.
-        """
+        """Wait, outside the loop's thread, until work given up so far, such as closed answers, has ended."""
         if self.alive and threading.current_thread() is not self._thread:
             self.wait_until(lambda: not any(task.given_up for task in self._tasks))
 
     def under_way(self, priority: Priority) -> bool:
-        """Return True if work of a priority is under way; exact in the loop's thread, elsewhere a moment old.
-
-        Work that was handed over and not taken up by the loop yet does not count. Raises nothing.
-        """
+        """Return True if the loop has taken up work of this priority; in other threads a moment old."""
         return any(task.priority is priority for task in self._tasks)
 
     def would_join(self, rows: Sequence[int] | NDArray[np.int64]) -> bool:
-        """Return True if a new prefill pays beside those that run; False if none of them is before a layer.
+        """Return True if a new prefill with rows at these positions pays beside those that run.
 
-        For the loop's thread only. Raises nothing.
-
-        Args:
-            rows: positions of the prefill's rows, `[rows]`.
+        False if none of them is before a layer. For the loop's thread only.
         """
         passes = [
             (task.step.row_pass, task.joined)
@@ -301,10 +264,8 @@ class StepLoop:
     def close(self) -> None:
         """Finish the jobs and end the thread; while answers are read it lives on, and is not waited for.
 
-        Waits, without limit, for jobs and for work in idle time that are under way; work in idle time that arrives
-        later is given up. A second call does nothing. A job that fails raises nothing here: its error goes to
-        `LoopTask.ended`. Work that is started afterwards runs in a new thread. Raises RuntimeError if called in the
-        loop's own thread while no answer is under way.
+        Waits, without limit, for jobs and for work in idle time under way; later such work is given up. Other work that
+        is started afterwards runs in a new thread.
         """
         answers_under_way = False
         if self._thread is not None:
@@ -314,11 +275,7 @@ class StepLoop:
         self._planners.shutdown(wait=not answers_under_way)
 
     def end(self) -> None:
-        """Have the thread end after its last task, without waiting: the engine is gone.
-
-        Work in idle time that the loop has not taken up yet is given up; everything else goes on. Takes no lock, and
-        raises nothing.
-        """
+        """End the thread after its last task, without waiting or locks: the engine is gone. Idle work is given up."""
         self._inbox.put(self._close)
 
     # -- the thread ---------------------------------------------------------------------------------------------------

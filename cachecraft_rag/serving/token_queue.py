@@ -44,11 +44,7 @@ class TokenQueue:
         self.on_arrival: Callable[[], object] | None = None  # wakes a task that waits for a piece
 
     def put(self, piece: AnswerPiece) -> None:
-        """Hand over a piece, and wake the task that waits for it.
-
-        Takes no lock and never waits, also beyond `has_room`. Raises nothing but what `on_arrival` raises; a `Reader`
-        sets one that raises nothing.
-        """
+        """Hand over a piece, also beyond `has_room`, and wake the task that waits for it. Takes no lock."""
         self.pieces.put(piece)
         on_arrival = self.on_arrival
         if on_arrival is not None:
@@ -59,11 +55,7 @@ class TokenQueue:
         return not self._bounded or self.pieces.qsize() < MAX_UNREAD
 
     def text(self) -> str:
-        """Take all pieces that have arrived, and return their text; "" if none has.
-
-        Never waits. The `finish` and the `error` of the pieces are dropped. For a single reader: if another takes a
-        piece meanwhile, it raises `queue.Empty`.
-        """
+        """Take all pieces that have arrived, and return their text, without waiting. For a single reader."""
         return "".join(self.pieces.get_nowait().text for _ in range(self.pieces.qsize()))
 
 
@@ -115,11 +107,7 @@ class Reader(Handle, Iterator[str]):
         raise StopIteration
 
     def close(self) -> None:
-        """Give up the answer; an answer that was not begun never begins. Takes no lock; for any thread.
-
-        From then on there is no further piece, and a thread that waits for one gets StopIteration. A second call does
-        nothing. Raises nothing.
-        """
+        """Give up the answer, or never begin it. Takes no lock; for any thread. A waiting thread gets StopIteration."""
         if not self.closed:
             self.closed = True
             self._queue.put(_WAKE_UP)
@@ -128,10 +116,7 @@ class Reader(Handle, Iterator[str]):
     async def arrived(self) -> None:
         """Wait in an event loop until the next piece has arrived, or the answer has ended; for one task at a time.
 
-        Takes no piece, but `__next__` then need not wait. Begins the answer, if nothing was read before. Returns at
-        once after `close`. Raises ForkError in a fork of the engine's process, RuntimeError if the system has no room
-        for the loop's thread, and CancelledError if the task is cancelled; errors of the answer are raised by
-        `__next__`.
+        Begins the answer, if nothing was read before. Takes no piece, but `__next__` then need not wait.
         """
         if not self.closed:
             self._start()

@@ -6,10 +6,8 @@ in step.
         loaded = store.load(variants[chunk_ids[0]][0])              # from memory, else disk, else the remote
         store.put(capture)                                          # returns at once; a background thread writes
 
-A variant that cannot be served is a miss with a reason. A store of another version is set aside and built again, if
-its folder can be written. A capture that cannot be written is dropped with a logged reason. None of these raises an
-error. `StoreError` is raised by `open`, by the administrator's methods (`stats`, `rows`, `evict`, `check`), by `put`
-for a tensor that does not have its layout, and after `close` by look-ups and loads.
+A variant that cannot be served is a miss with a reason. A store of another version is set aside and built again, if its
+folder can be written. A capture that cannot be written is dropped with a logged reason. None of these raises an error.
 
 Needs POSIX file locks (Linux, macOS) and a local disk: SQLite's WAL does not work over network file systems.
 """

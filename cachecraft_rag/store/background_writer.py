@@ -80,10 +80,7 @@ class BackgroundWriter:
         Main memory holds the tensor at once, if it fits there; a capture that is dropped leaves memory too. A shared
         capture that was queued and encoded is also sent to the remote, even if the disk or the catalog refuses it.
 
-        A drop is counted and logged, not raised. Its reasons: `shut_down` was called, the queue has no room, the scores
-        are flawed, the capture is too large or cannot be encoded, memory is too short to encode it, the future was
-        cancelled, or `DurableVariants.write` refused it or failed. Raises StoreError if the tensor does not have its
-        layout, has no token, is not contiguous or is not on the CPU.
+        A drop is counted and logged, never raised; `CaptureDrop` lists the reasons.
         """
         variant = self._variant_of(capture)
         ticket = next(self._tickets)
@@ -110,8 +107,7 @@ class BackgroundWriter:
     def keep_copy(self, variant: Variant, encoded: Encoded) -> None:
         """Write a variant from the remote to the local disk in the background, with its token scores if they are known.
 
-        Does nothing, without a log line, if the queue has no room, after `shut_down`, or if the file has a row or is
-        being written. A copy that cannot be written is logged, neither counted nor raised.
+        Dropped silently if the queue has no room or the file exists; a failed write is logged, but not counted.
         """
         ticket = next(self._tickets)
         with self._lock:
@@ -128,10 +124,7 @@ class BackgroundWriter:
             self._done(variant, ticket)
 
     def record_use(self, variant_id: str, use: Use) -> None:
-        """Add a use in the catalog; uses are written in batches in the background. A failure is logged, not raised.
-
-        After `shut_down` uses are kept until `write_uses` is called.
-        """
+        """Add a use in the catalog, in batches in the background; after `shut_down` only `write_uses` writes them."""
         is_due = False
         try:
             with self._lock:
@@ -148,11 +141,7 @@ class BackgroundWriter:
             raise
 
     def discard(self, file: FileRef, chunk_id: str, reason: str) -> None:
-        """Remove the row and the file of a variant that can never be served, in the background, with a warning.
-
-        Does nothing if the store is closed or read-only, if its folder is gone, or if the row was removed or replaced
-        meanwhile. If the catalog cannot be changed, the row stays and this is logged, not raised.
-        """
+        """Remove the row and the file of a variant that can never be served, in the background, with a warning."""
         self.submit(partial(self._discard, file, chunk_id, reason))
 
     def submit(
@@ -160,13 +149,9 @@ class BackgroundWriter:
     ) -> Future[T] | None:
         """Submit a job to the thread; return the future of its result, or None after `shut_down`: the job is dropped.
 
-        When the interpreter exits, the thread accepts no more jobs, but an engine that was never closed still submits
-        its captures: then the job runs in the caller's thread, and this raises what the job raises. Otherwise an
-        exception of the job is logged, and the future holds it.
-
-        Args:
-            ended: called with the future once it is done or cancelled; not called for a job that is dropped or whose
-                exception is raised here.
+        At the interpreter's exit the thread accepts no more jobs: then the job runs in the caller's thread, and its
+        exception passes. Otherwise an exception is logged, and the future holds it. `ended` gets the future once it is
+        done or cancelled.
         """
 
         def has_ended(future: Future[T]) -> None:
@@ -185,20 +170,13 @@ class BackgroundWriter:
             return future
 
     def shut_down(self) -> None:
-        """Refuse new jobs, and wait without limit for the others; a second call does nothing.
-
-        Raises nothing for a job that fails: it is logged.
-        """
+        """Refuse new jobs, and wait without limit for the others; a second call does nothing."""
         with self._lock:
             self._closed = True
         self._thread.shut_down()
 
     def write_uses(self) -> None:
-        """Write the uses noted so far in this thread; after a failure they are kept and written with the next ones.
-
-        Raises nothing: if the catalog cannot be changed or is closed, this is logged. In a read-only or deleted folder
-        the uses are dropped.
-        """
+        """Write the uses noted so far in this thread. After a failure, which is logged, the next call writes them."""
         with self._lock:
             uses = self._uses
             self._uses = {}
@@ -216,10 +194,7 @@ class BackgroundWriter:
                     )
 
     def counts(self) -> tuple[int, dict[str, int]]:
-        """Return the bytes of the tensors of waiting captures and copies, and outcome → number of captures so far.
-
-        The outcomes are "stored" and each `CaptureDrop`; those without captures are left out. The dictionary is a copy.
-        """
+        """Return the bytes of the waiting tensors, and outcome ("stored" or a `CaptureDrop`) → number of captures."""
         with self._lock:
             return self._queued_bytes(), dict(self._captures)
 
@@ -373,20 +348,13 @@ def _closed(variant: Variant) -> Unavailable:
 
 
 def log_mistake(future: Future[T]) -> None:
-    """Log the exception of a background job as an error: it is a bug, and no caller may look at the future.
-
-    Waits for a future that is not done. Does nothing for a result or a cancelled future. Raises nothing.
-    """
+    """Log the exception of a background job as an error: it is a bug, and no caller may look at the future."""
     if not future.cancelled() and (error := future.exception()) is not None:
         logger.error("A background job failed", exc_info=error)
 
 
 def variant_of(capture: Capture, *, codec: str, created: float) -> Variant:
-    """Return the variant that the catalog will list, without any use, and with `inter` rounded to float32.
-
-    `codec` is the name of its codec, and `created` is the time of the capture in seconds since 1970. Raises StoreError
-    if the tensor does not have its layout, has no token, is not contiguous or is not on the CPU.
-    """
+    """Return the variant that the catalog will list, without any use, and with `inter` rounded to float32."""
     kv = capture.kv
     layout = capture.layout
     tokens = kv.shape[2] if kv.dim() == 5 else 0

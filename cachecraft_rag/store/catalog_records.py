@@ -73,8 +73,7 @@ class RowFilter:
     """Rows that an administrator chooses: those that satisfy all fields. None leaves a field open.
 
     An empty list of chunk ids chooses no rows. `created_before` is in seconds since the epoch, exclusive.
-    `chunk_prefix` is how a chunk id begins: tables show no more of it. Raises ConfigError for a field of a wrong type,
-    NaN, text that is not valid Unicode, and a chunk id with a NUL.
+    `chunk_prefix` is how a chunk id begins: tables show no more of it.
     """
 
     namespace: str | None = None
@@ -99,10 +98,10 @@ class RowFilter:
         check_number("created_before", self.created_before, least=-math.inf, optional=True)
 
     def as_sql(self) -> tuple[str, list[str | float]]:
-        """Return a condition on variants `v` and scopes `s`, and a new list of its parameters, one for each `?`.
+        """Return a condition on variants `v` and scopes `s`, and a parameter for each `?`; "TRUE" without a choice.
 
-        Without a choice these are "TRUE" and []. The condition consists of the given parts only: with `? IS NULL OR …`
-        for the others SQLite would use no key and read every row. Raises nothing.
+        It consists of the given parts only: with `? IS NULL OR …` for the others SQLite would use no key and read every
+        row.
         """
         chunks = None if self.chunk_ids is None else json.dumps(self.chunk_ids)
         parts = (

@@ -70,10 +70,7 @@ class ChunkCacheStore(Closeable):
     """
 
     def __init__(self, root: Path, config: StoreConfig) -> None:
-        """Use `open`.
-
-        Raises StoreError if the folder or its catalog cannot be used, and ConfigError if the remote cannot be used.
-        """
+        """Use `open`."""
         self.root = root
         self._home = HomeProcess("chunk-cache store")
         self._memory = Memory(
@@ -130,18 +127,8 @@ class ChunkCacheStore(Closeable):
     def open(cls, root: str | Path, config: StoreConfig | None = None, **settings: Any) -> Self:
         """Open or create the store in the folder `root`; `settings` override fields of `config`.
 
-        Files that killed writers have left are deleted. Limits and a policy that are set are stored with the folder,
-        and variants beyond the limits on bytes and on all variants are evicted.
-
-        Returns:
-            The store, which is to be closed. In a folder that can be written, a store of another version is moved to
-            its folder "set-aside", with a warning, and a new one is made in its place. A store that cannot be written
-            is opened all the same, with a warning and without these changes, see `read_only`.
-
-        Raises:
-            StoreError: the folder or its catalog cannot be used, or it is of another version and cannot be written.
-            ConfigError: `root` is no path, `config` is no `StoreConfig`, a setting is unknown or invalid, the URL or
-                the keys of the remote cannot be used, or a package that the codec or the remote needs is not installed.
+        Limits and a policy that are set are stored with the folder. A store of another version is moved to "set-aside",
+        with a warning. A folder that cannot be written is opened all the same, with a warning, see `read_only`.
         """
         check_path("root", root)
         check_kind("config", config, StoreConfig, optional=True)
@@ -163,27 +150,7 @@ class ChunkCacheStore(Closeable):
         *,
         session: str | None = None,
     ) -> dict[str, list[Variant]]:
-        """Return chunk id → variants: shared ones, and private ones of this session. One query, no tensors.
-
-        Every given chunk id is a key of the result; its list may be empty and has no order. Damaged variants are left
-        out, see `find`. Chunks with fewer variants here than `RemoteConfig.ask_below` are looked up on the remote too,
-        within its time limit; only shared variants are there. If the catalog cannot be read or the folder is gone, a
-        warning is logged and nothing is found there: the answer is then computed without reuse. A remote that fails
-        raises nothing either.
-
-        Args:
-            namespace: the tenant.
-            fingerprint: identity of the model.
-            chunk_ids: ids of the chunks.
-            session: session whose private variants are found too; None: shared variants only.
-
-        Raises:
-            StoreError: the store is closed.
-            ForkError: this process is a fork of the one that opened the store.
-            ConfigError: `namespace` or `session` is not text, or not valid Unicode.
-            ValueError: `fingerprint` holds half a surrogate pair (UnicodeEncodeError).
-            TypeError, AttributeError: `chunk_ids` is no list of texts; not every other type is noticed.
-        """
+        """Return chunk id → variants, shared ones and those private to `session`: the `variants` of `find`."""
         return self.find(namespace, fingerprint, chunk_ids, session=session).variants
 
     def find(
@@ -195,32 +162,14 @@ class ChunkCacheStore(Closeable):
         session: str | None = None,
         bounds: RowBounds | None = None,
     ) -> LookupResult:
-        """Return the variants of chunks, with reasons for rows that were refused; see `lookup` for the variants.
+        """Return the variants of chunks, shared ones and those of `session`, and why rows were refused; no tensors.
 
-        Damaged rows are refused, and with `bounds` also rows that do not fit the model or the chunks. Refused rows are
-        removed in the background, from the remote or from a catalog that can be written. Rows of a remote that only
-        this process cannot use stay there: they have an unknown codec, or are not signed with its key. The outcome of
-        each chunk is counted (`StoreStats.lookups`).
-
-        Args:
-            namespace: the tenant.
-            fingerprint: identity of the model.
-            chunk_ids: ids of the chunks.
-            session: session whose private variants are found too; None: shared variants only.
-            bounds: limits from model and prompt; must know every given chunk. The variants then carry the model's
-                layout. None: any row of the right form is returned.
-
-        Returns:
-            `variants` maps every given chunk id to a list, which may be empty; `refused` maps a chunk id to the reason
-            why a row was refused. `remote` is the outcome of the look-up in a remote, or None if no remote was asked.
-
-        Raises:
-            StoreError: the store is closed. A catalog that cannot be read is logged and raises nothing.
-            ForkError: this process is a fork of the one that opened the store.
-            ConfigError: `namespace` or `session` is not text, or not valid Unicode.
-            ValueError: `fingerprint` holds half a surrogate pair (UnicodeEncodeError).
-            KeyError: a row was found of a chunk that `bounds` does not know.
-            TypeError, AttributeError: `chunk_ids` is no list of texts; not every other type is noticed.
+        Every given chunk id is a key of the result's `variants`. Damaged rows are refused, and with `bounds` also rows
+        that do not fit the model or the chunks; the variants then carry the model's layout. Refused rows are removed in
+        the background, except rows of a remote that only this process cannot use (an unknown codec, another key).
+        Chunks with fewer variants here than `RemoteConfig.ask_below` are looked up on the remote too, within its time
+        limit. If the catalog cannot be read or the folder is gone, a warning is logged and nothing is found: the answer
+        is then computed without reuse.
         """
         self._check_open()
         check_text("namespace", namespace)
@@ -323,14 +272,9 @@ class ChunkCacheStore(Closeable):
                 self._remote.remove(variant)
 
     def token_scores(self, variant_ids: Sequence[str]) -> dict[str, TokenScores]:
-        """Return variant id → token scores, for every given id; {} without ids. The arrays are copies.
+        """Return variant id → token scores, copies; `inter` is None where none are known.
 
-        Scores have `inter` None where none were stored, they are damaged, or the variant is unknown; and for all
-        variants, with a warning, if the catalog cannot be read or the folder is gone. Those of a variant on the remote
-        are known only if this process has seen its row in a look-up.
-
-        Raises StoreError if the store is closed, ForkError in a fork of the process that opened it, and TypeError for
-        an id that JSON cannot hold, such as bytes.
+        Those of a variant on the remote are known only if this process has seen its row in a look-up.
         """
         known: dict[str, TokenScores] = self._asked(
             "No token scores", lambda catalog: catalog.token_scores(variant_ids), instead={}
@@ -346,14 +290,9 @@ class ChunkCacheStore(Closeable):
         return scores
 
     def seen_texts(self, names: Sequence[str]) -> set[str]:
-        """Note that these texts were seen in prompts; return the names of those that had been seen before.
+        """Note that these texts were seen in prompts; return those seen before (see `FoundTexts.seen`).
 
-        `names` are digests of the texts, see `prompt.unmarked.candidates_of`. A repeated name in `names` counts as seen
-        before. The newest 65,536 names are remembered. Does nothing and returns an empty set if the folder cannot be
-        written or is gone, or the catalog cannot be used. The latter two are logged.
-
-        Raises StoreError if the store is closed, ForkError in a fork of the process that opened it, and ValueError
-        (UnicodeEncodeError) for a name with half a surrogate pair.
+        If the folder cannot be written or the catalog not be used, none was.
         """
         self._check_open()
         if self._durable.read_only:
@@ -370,20 +309,7 @@ class ChunkCacheStore(Closeable):
         *,
         session: str | None = None,
     ) -> list[MarkedText]:
-        """Return the captured texts that have one of these marks; [] if no text has one.
-
-        Also [], with a warning, if the catalog cannot be read or the folder is gone. A text occurs once for each of its
-        marks that is asked for. They are in no order, and any field of a text may be damaged.
-
-        Args:
-            namespace: the tenant.
-            fingerprint: identity of the model.
-            marks: the marks are the keys; the values are not used.
-            session: session whose private texts are found too; None: shared texts only.
-
-        Raises StoreError if the store is closed, ForkError in a fork of the process that opened it, ValueError
-        (UnicodeEncodeError) for a text with half a surrogate pair, and TypeError for marks that JSON cannot hold.
-        """
+        """Return the texts with one of these marks, see `FoundTexts.marked`; [] if the catalog cannot be read."""
         return self._asked(
             "No text is recognised",
             lambda catalog: catalog.texts.marked(namespace, fingerprint, marks, session=session),
@@ -402,11 +328,9 @@ class ChunkCacheStore(Closeable):
     def open_variants(
         self, variants: Sequence[Variant]
     ) -> list[LoadedVariant | StoredVariant | Unavailable]:
-        """Call `open_variant` for each variant; return the results in the same order, [] without variants.
+        """Call `open_variant` for each variant; return the results in the same order.
 
-        The transfers of those on the remote that are not in memory all begin first, so they run concurrently. Each
-        `StoredVariant` of the result must be closed, see `open_variant`. Raises StoreError if the store is closed, and
-        ForkError in a fork of the process that opened it; a variant that cannot be served raises nothing.
+        The transfers of those on the remote all begin first, so they run concurrently.
         """
         self._check_open()
         streams: dict[str, RemoteStream | Unavailable] = {}
@@ -424,15 +348,8 @@ class ChunkCacheStore(Closeable):
         Of an opened variant the header is verified and the tensor is allocated, but not filled. Read it, then pass it
         to `keep`; or, if that fails, close it and pass its `variant` to `lost`. A tensor from memory counts as a load,
         and one from main memory is copied to the device in the background, if there is a device tier. A variant that
-        cannot be served is passed to `lost` here: it is counted, and removed if its bytes are missing or damaged.
-
-        Args:
-            variant: a variant from a look-up.
-            stream: the payload, if its transfer from the remote has already begun; or the reason why it cannot begin.
-                A stream is closed if it is not needed. None: a transfer begins if it is needed.
-
-        Raises StoreError if the store is closed, and ForkError in a fork of the process that opened it; a variant that
-        cannot be served raises nothing.
+        cannot be served is passed to `lost` here. `stream` is its transfer from the remote, if that has begun, or the
+        reason why it cannot begin.
         """
         self._check_open()
         # Memory identifies a variant by its id only; a file carries the full identity.
@@ -464,11 +381,7 @@ class ChunkCacheStore(Closeable):
         return stored
 
     def host_copy(self, kv: torch.Tensor) -> torch.Tensor:
-        """Return a capture `[layers, 2, tokens, kv_heads, head_dim]` in main memory; one on a CPU is returned itself.
-
-        The copy of one on a GPU is page-locked if it fits the host tier and the system grants such memory. Nothing is
-        stored. Also possible after `close`. Raises torch's RuntimeError if memory is short.
-        """
+        """Return a capture in main memory, page-locked if it fits the host tier; one on a CPU itself."""
         from cachecraft_rag.kernels.memory import to_host  # it imports torch
 
         return to_host(kv, pinned=self._memory.host.admits(kv.nbytes))
@@ -476,9 +389,8 @@ class ChunkCacheStore(Closeable):
     def keep(self, stored: StoredVariant, *, whole: bool = True) -> None:
         """Count a load, by tier, and close the variant; if it was read as a `whole`, keep it.
 
-        Main memory keeps the tensor itself if it fits the budget and was not released; others leave for it. A variant
-        from the remote is also written to disk, in the background, if the queue of writes has room. Raises nothing,
-        also after `close`: a copy that cannot be written is logged.
+        Main memory keeps the tensor itself if it fits the budget and was not released. A variant from the remote is
+        also written to disk, in the background, if the queue of writes has room.
         """
         stored.close()
         self._count_load(stored.tier)
@@ -492,17 +404,13 @@ class ChunkCacheStore(Closeable):
                 self._writer.keep_copy(replace(stored.variant, home="disk"), encoded)
 
     def keeps(self, stored: StoredVariant) -> bool:
-        """Return True if main memory would keep this variant, that is, if its tensor fits the host tier's whole budget.
-
-        Otherwise the loader may release it once it is placed. False if its tensor is not allocated. Raises nothing.
-        """
+        """Return True if the tensor fits the host tier's budget; else the loader may release it once placed."""
         return stored.kv is not None and self._memory.host.admits(stored.kv.nbytes)
 
     def lost(self, variant: Variant, why: Unavailable) -> None:
         """Count and log that a variant could not be read; one whose reason is `Damaged` is removed where it was found.
 
-        It is removed in the background, from the remote or from a catalog that can be written; after `close` it stays.
-        An opened variant is not closed here. Raises nothing: a failure is logged.
+        An opened variant is not closed here.
         """
         remote = self._remote if variant.home == "remote" else None
         with self._lock:
@@ -530,9 +438,7 @@ class ChunkCacheStore(Closeable):
     def load(self, variant: Variant) -> LoadedVariant | Unavailable:
         """Return the whole tensor from memory, disk or remote, or the reason why it cannot be served.
 
-        Waits for the disk or the remote. A tensor that was read is verified and kept, see `keep`; one that cannot be
-        read is passed to `lost`. Raises StoreError if the store is closed, and ForkError in a fork of the process that
-        opened it; a variant that cannot be read raises nothing.
+        Waits for the disk or the remote; see `open_variant`, `keep` and `lost` for the effects.
         """
         stored = self.open_variant(variant)
         if not isinstance(stored, StoredVariant):
@@ -548,11 +454,9 @@ class ChunkCacheStore(Closeable):
         return LoadedVariant(variant.variant_id, kv, stored.tier)
 
     def read_in_background(self, job: Callable[[], None]) -> bool:
-        """Run a job on one of the reading threads; return True, or False if the job is dropped.
+        """Run a job on one of the reading threads; return False if it is dropped. Its exception is logged.
 
-        After `close` the job is dropped. False also if the system has no room for a thread; another reading thread may
-        then still run the job. An exception of the job is logged as an error, not raised. Raises ForkError in a forked
-        process.
+        Without room for a thread it returns False too, but another reading thread may still run the job.
         """
         self._home.require()
         try:
@@ -562,41 +466,22 @@ class ChunkCacheStore(Closeable):
         return True
 
     def put(self, capture: Capture) -> Future[Variant | Unavailable]:
-        """Store a chunk-cache in the background, without waiting. The caller must not write to `capture.kv` again.
+        """Store a chunk-cache in the background; its future holds the variant, or why it was dropped.
 
-        Memory holds a tensor that fits its budget at once, but `lookup` returns the variant only after its row is
-        committed. A capture replaces an older one of the same identity atomically, and others are evicted for it if the
-        store is full. A shared capture is also sent to the remote, even if the disk has no room for it.
-
-        Returns:
-            A future of the stored variant, or of the reason why the capture was dropped; then memory drops it too, and
-            the drop is counted and logged. After `close` all captures are dropped. Cancelling the future drops a
-            capture that still waits.
-
-        Raises:
-            StoreError: the tensor does not have its layout, has no token, is not contiguous or is not on the CPU, which
-                is a bug of the caller.
-            ConfigError: `capture` is no `Capture`.
-            ForkError: this process is a fork of the one that opened the store.
+        The caller must not write to `capture.kv` again. `lookup` returns the variant after its row is committed.
         """
         self._home.require()
         check_kind("capture", capture, Capture)
         return self._writer.put(capture)
 
     def count_drop(self, chunk_id: str, code: CaptureDrop, reason: str) -> None:
-        """Count and log a capture that was dropped before `put`; the first drop with this `code` is a warning.
-
-        Raises nothing, also after `close`.
-        """
+        """Count and log a capture that was dropped before `put`; the first drop with this `code` is a warning."""
         self._writer.count_drop(chunk_id, code, reason)
 
     def used(self, variant_id: str, recomputed: float, tokens: int) -> None:
-        """Record a use, which raises the eviction score in memory and catalog; a variant that is gone is passed over.
+        """Record a use, which raises the eviction score in memory and catalog (written in batches); see `Use.of`.
 
-        `recomputed` is the share of the chunk that was recomputed, from 0 to 1, and `tokens` is the chunk's number
-        of tokens; see `eviction.Use.of` for values out of range. Uses are written in batches in the background; a
-        failure is logged, and the next batch tries again. After `close` nothing is written. Raises ZeroDivisionError
-        for 0 `tokens`, ForkError in a forked process.
+        `recomputed` is the share of the chunk's `tokens` that was recomputed, from 0 to 1.
         """
         self._home.require()
         use = Use.of(recomputed, tokens)
@@ -608,9 +493,8 @@ class ChunkCacheStore(Closeable):
     def stats(self, *, ask_remote: bool = True) -> StoreStats:
         """Return sizes, budgets and counts; with `ask_remote` also the remote's sizes, which takes at most two seconds.
 
-        If the folder was deleted, its sizes are 0, with a warning, and the counts of this process remain; this is so
-        after `close` too. A remote that does not answer raises nothing: its sizes are None. Otherwise raises StoreError
-        if the catalog cannot be read or the store is closed, and ForkError in a fork of the process that opened it.
+        If the folder was deleted, its sizes are 0, with a warning, also after `close`. A remote that does not answer
+        has the sizes None.
         """
         self._home.require()
         totals = Totals(0, 0, 0, 0) if self._gone() else self._durable.catalog.totals()
@@ -626,19 +510,11 @@ class ChunkCacheStore(Closeable):
         )
 
     def remote_stats(self, *, ask: bool) -> RemoteStats | None:
-        """Return counts of this process on the remote, and with `ask` its sizes; None without a remote.
-
-        Asking takes at most two seconds. The sizes are None without `ask`, and if the remote does not answer. Also
-        possible after `close`; never raises.
-        """
+        """Return counts of this process on the remote, and with `ask` its sizes (at most two seconds)."""
         return self._remote.stats(ask=ask) if self._remote is not None else None
 
     def counts(self) -> dict[str, Any]:
-        """Return memory use in bytes, and what this process has counted, without asking the catalog or the remote.
-
-        The keys are fields of `StoreStats`: host_bytes, device_bytes, queued_bytes, lookups, loads, load_failures,
-        captures and evictions. Also possible after `close`.
-        """
+        """Return the fields of `StoreStats` that need neither catalog nor remote; also possible after `close`."""
         queued_bytes, captures = self._writer.counts()
         with self._lock:
             return {
@@ -658,16 +534,6 @@ class ChunkCacheStore(Closeable):
         """Return a page of all variants, private ones too, highest eviction score first; [] after the last one.
 
         Damaged rows count towards `offset` and `limit` but are left out, so any page may be shorter than `limit`.
-
-        Args:
-            chosen: which rows; None: all.
-            offset: number of rows before the page.
-            limit: most rows of the page.
-
-        Raises:
-            StoreError: the store is closed, its folder is gone, or its catalog cannot be read.
-            ConfigError: `offset` is negative, `limit` is below 1, or `chosen` is no `RowFilter`.
-            ForkError: this process is a fork of the one that opened the store.
         """
         check_kind("chosen", chosen, RowFilter, optional=True)
         check_whole("offset", offset)
@@ -678,30 +544,15 @@ class ChunkCacheStore(Closeable):
     def evict(
         self, chosen: RowFilter | None = None, *, down_to_bytes: int | None = None
     ) -> Evicted:
-        """Remove the chosen variants: all, or those with the lowest scores until the files have `down_to_bytes` bytes.
+        """Remove the chosen variants: all, or those with the lowest scores until all files have `down_to_bytes` bytes.
 
-        Their rows and files are removed, and this process's memory drops them; chunk-caches on a remote stay there. If
-        `chosen` has chunk ids, the functions in `before_removal` are called with them first. With one of these, an
-        `Engine` on this store waits for its running captures of these chunks: otherwise they would be stored again.
-        Captures in other processes are not waited for.
+        Rows and files are removed, and this process's memory drops them; chunk-caches on a remote stay there. If
+        `chosen` has chunk ids, the functions in `before_removal` are called first: an `Engine` on this store then waits
+        for its running captures of these chunks, which would be stored again. Captures in other processes are not
+        waited for.
 
-        Args:
-            chosen: which variants; None: any. An empty list of chunk ids chooses none.
-            down_to_bytes: bytes that all files of the store may have afterwards; more are left if the variants that are
-                not chosen have more. None: all chosen variants are removed.
-
-        Returns:
-            The number of the variants that were removed, and their bytes on disk; both 0 if none was removed. A file
-            that cannot be deleted counts too, with a warning in the log.
-
-        Raises:
-            ConfigError: `down_to_bytes` is negative, `chosen` is no `RowFilter`, or there is neither `down_to_bytes`
-                nor a filter that chooses by something.
-            StoreError: the store is closed, its folder is gone, or its catalog cannot be read or written, also if no
-                variant is chosen.
-            ForkError: this process is a fork of the one that opened the store.
-
-        Exceptions of the functions in `before_removal` pass.
+        Returns the number of variants removed and their bytes on disk. A file that cannot be deleted counts too, with a
+        warning. Raises ConfigError if there is neither `down_to_bytes` nor a filter that chooses by something.
         """
         check_kind("chosen", chosen, RowFilter, optional=True)
         check_whole("down_to_bytes", down_to_bytes, optional=True)
@@ -723,27 +574,12 @@ class ChunkCacheStore(Closeable):
         """Remove chunks because their documents were removed: nothing here may hold or be shaped by them any more.
 
         All variants of these chunks leave, and all variants of other chunks that were captured after one of them, or
-        after a reused variant that it had shaped: as rows, files and in memory. Until `readmit_chunks` no process that
-        shares the folder stores such a variant: a capture of one is dropped (`CaptureDrop.REMOVED`), and look-ups
-        return none. On a remote, the variants that this store knows of are removed in the background, and others when a
-        look-up meets them.
+        after a reused variant that it had shaped. Until `readmit_chunks` no process that shares the folder stores such
+        a variant (`CaptureDrop.REMOVED`), and look-ups return none. On a remote, the variants that this store knows of
+        are removed in the background, and others when a look-up meets them. `namespace` None means all. As in `evict`,
+        `before_removal` is called.
 
-        As in `evict`, the functions in `before_removal` are called first.
-
-        Args:
-            chunk_ids: ids of the chunks; without any nothing happens.
-            namespace: the tenant; None: all.
-
-        Returns:
-            The number of the variants that were removed from the folder, and their bytes on disk.
-
-        Raises:
-            ConfigError: a chunk id is no text or holds a NUL, or `namespace` is no text.
-            StoreError: the store is closed, its folder is gone, or its catalog cannot be read or written. Some variants
-                may be removed then; call it again.
-            ForkError: this process is a fork of the one that opened the store.
-
-        Exceptions of the functions in `before_removal` pass.
+        Returns the number of the variants that were removed from the folder, and their bytes on disk.
         """
         names = RowFilter(namespace=namespace, chunk_ids=tuple(chunk_ids)).chunk_ids or ()
         self._require_folder()
@@ -768,13 +604,7 @@ class ChunkCacheStore(Closeable):
     ) -> frozenset[str]:
         """Let these chunks be stored again, because a document with their text was added; return those still removed.
 
-        Args:
-            chunk_ids: ids of the chunks; () only returns the removed ones. Ids that were not removed are ignored.
-            namespace: the tenant; None: all.
-
-        Raises StoreError if the store is closed, its folder is gone, or its catalog cannot be read or, with ids, be
-        written; ConfigError for a chunk id that is no text or holds a NUL; and ForkError in a fork of the process that
-        opened the store.
+        Without ids it only returns these. `namespace` None means all.
         """
         names = RowFilter(namespace=namespace, chunk_ids=tuple(chunk_ids)).chunk_ids
         self._require_folder()
@@ -786,25 +616,11 @@ class ChunkCacheStore(Closeable):
     def check(
         self, *, repair: bool = False, progress: Callable[[Progress], None] | None = None
     ) -> CheckReport:
-        """Compare rows and files, read every byte, and report flaws; with `repair` fix them.
+        """Compare rows and files, read every byte, and report flaws, with `repair` the repaired ones too.
 
         Safe while other processes read and write: files that a running writer uses are skipped. The rate limit of
-        reading applies. A remote is not checked.
-
-        Args:
-            repair: remove what is damaged or left over, and count wrong sums again. Foreign files, files that cannot be
-                read at present, and a damaged SQLite file are reported only.
-            progress: called after each row with the number of rows so far and in all; its text is "". None: never.
-
-        Returns:
-            The report; without flaws its `findings` are empty. They include flaws that were repaired. Files that cannot
-            be deleted are logged.
-
-        Raises:
-            StoreError: the store is closed; the folder is gone; the catalog cannot be read, or with `repair` not be
-                written; another process keeps it locked; the system refuses to look at a file; or `progress` raised
-                OSError. Other exceptions of `progress` pass.
-            ForkError: this process is a fork of the one that opened the store.
+        reading applies. A remote is not checked. Foreign files, files that cannot be read at present, and a damaged
+        SQLite file are reported only. `progress` is called after each row.
         """
         self._require_folder()
         try:
@@ -817,12 +633,10 @@ class ChunkCacheStore(Closeable):
             self._finish_interrupted()
 
     def flush(self, timeout: float | None = None) -> bool:
-        """Wait until all captures and uses so far are written, and sent to the remote or dropped there.
+        """Wait until all captures and uses so far are written, and sent to the remote, or dropped.
 
-        Returns True then, and False after `timeout` seconds, in all; None waits without limit. After `close` it returns
-        True. A capture that could not be written does not raise here, and counts as done: `put` returns its future.
-        Raises ConfigError for a `timeout` that is neither None nor a number from 0 to a million, and ForkError in a
-        fork of the process that opened the store.
+        Returns False after `timeout` seconds in all. A capture that could not be written counts as done; see its
+        future.
         """
         self._home.require()
         check_number("timeout", timeout, most=MOST_SECONDS, optional=True)
@@ -835,9 +649,9 @@ class ChunkCacheStore(Closeable):
     def close(self) -> None:
         """Write waiting captures and uses, then close the folder; a second call does nothing.
 
-        Waits without limit for what is being written, and for jobs of the reading threads. Then captures that wait to
-        be sent to the remote have `RemoteConfig.close_timeout_s` seconds; later ones are dropped. What cannot be
-        written is dropped and logged. In a forked process it does nothing. Raises nothing.
+        Waits without limit for writes and reads under way. Then captures that wait to be sent to the remote have
+        `RemoteConfig.close_timeout_s` seconds; later ones are dropped. Failures are logged. In a forked process it does
+        nothing.
         """
         # a fork has no waiting captures, and the files belong to its parent
         if not self._home.here:

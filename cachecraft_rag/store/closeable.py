@@ -12,11 +12,7 @@ class Closeable(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Finish what is under way and let go of everything; a second call does nothing.
-
-        Most classes raise nothing here. One that started vLLM raises TimeoutError if vLLM has not ended after 30
-        seconds, and vLLM's own exceptions.
-        """
+        """Finish what is under way and let go of everything; a second call does nothing."""
 
     def __enter__(self) -> Self:
         return self

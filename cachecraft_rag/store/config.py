@@ -23,8 +23,7 @@ class StoreConfig:
     """Settings of a store.
 
     The first four are stored with the folder. None keeps the stored value, by default `DEFAULT_LIMITS` and "saving", so
-    a command that only reads a store does not change it. The others apply to this process. Raises ConfigError for a
-    value out of range, an unknown codec, policy or remote, or a codec whose package is not installed.
+    a command that only reads a store does not change it. The others apply to this process.
 
     disk_bytes          limit of all files together, kept with the store
     max_variants        most variants of all chunks together, kept with the store; N×M of Cache-Craft §3.3
@@ -60,7 +59,7 @@ class StoreConfig:
     remote: RemoteConfig | str | None = None
 
     def __post_init__(self) -> None:
-        """Check the ranges, the codec and the remote's URL; a URL becomes a `RemoteConfig`. Raises ConfigError."""
+        """Check the ranges, the codec and the remote's URL; a URL becomes a `RemoteConfig`."""
         for name in DEFAULT_LIMITS:
             check_whole(name, getattr(self, name), least=1, optional=True)
         check_whole("queue_bytes", self.queue_bytes, least=1)
@@ -83,10 +82,7 @@ class StoreConfig:
 
     @property
     def given_limits(self) -> dict[str, int]:
-        """Return name → limit for the names of `DEFAULT_LIMITS` that are not None here; {} if all are.
-
-        A new dictionary each time. The folder stores these limits.
-        """
+        """Return name → limit for the limits that are set here; the folder stores these."""
         given = {name: getattr(self, name) for name in DEFAULT_LIMITS}
         return {name: value for name, value in given.items() if value is not None}
 

@@ -59,7 +59,7 @@ _CODES = {
 
 
 def failure_of(error: sqlite3.Error) -> Failure:
-    """Return the kind of an error of SQLite; `OTHER` also for one without a code. Raises nothing."""
+    """Return the kind of an error of SQLite; `OTHER` also for one without a code."""
     # the primary code; the upper bits refine it
     code = getattr(error, "sqlite_errorcode", 0) & 0xFF
     if "Could not decode" in str(error):  # of Python's module: a text is no UTF-8
@@ -68,7 +68,7 @@ def failure_of(error: sqlite3.Error) -> Failure:
 
 
 def locked_by(path: Path) -> str:
-    """Return a phrase that says which process locks a SQLite file, as far as the system tells. Raises nothing."""
+    """Return a phrase that says which process locks a SQLite file, as far as the system tells."""
     inodes = set()
     for file in (path, path.with_name(f"{path.name}-shm")):
         with suppress(OSError):
@@ -121,11 +121,7 @@ class Database:
     """
 
     def __init__(self, path: Path, *, kind: Kind, busy_timeout_s: float) -> None:
-        """Open or create it and update its schema; one that this user cannot change is opened as it is.
-
-        Raises the kind's error (`Kind.error`, `Kind.other_version` or `Kind.disk_full`), and OSError if its folder
-        cannot be made or the system refuses to look at its journal.
-        """
+        """Open or create it and update its schema; one that this user cannot change is opened as it is."""
         self.path = path
         self.read_only = os.path.isfile(path) and not can_be_written(path)
         if not self.read_only:
@@ -152,10 +148,7 @@ class Database:
                 raise
 
     def close(self) -> None:
-        """Close both connections; a second call does nothing. Waits for blocks that run in other threads.
-
-        All other calls but `problems`, or the blocks that they return, then raise the kind's error.
-        """
+        """Close both connections, after blocks that run in other threads. All other calls but `problems` then fail."""
         with self._open_lock:
             self._closed = True
         with self._read_lock:
@@ -166,34 +159,18 @@ class Database:
                 self._writer.close()
 
     def reading(self) -> Block:
-        """Return a block that lends the connection that reads, for this thread alone while the block runs.
-
-        A block in another thread waits for this one. Blocks of one thread may be nested. The block raises the kind's
-        error (StoreError for the catalog) if the database cannot be read or is closed, also for an error of SQLite
-        within the block. Other errors of the block pass unchanged. This call itself raises nothing.
-        """
+        """Return a block that lends the connection that reads, for this thread alone; it may be nested."""
         return Block(self._reading(""))
 
     def snapshot(self) -> Block:
-        """Return a block that lends the connection that reads, in one transaction: all it reads is of one moment.
-
-        The block raises the kind's error if the database cannot be read or is closed, as in `reading`, and if this
-        thread is in a `snapshot` already. This call itself raises nothing.
-        """
+        """Return a block that lends the connection that reads, in one transaction; it may not be nested."""
         return Block(self._reading("BEGIN DEFERRED"))
 
     def writing(self, *, removes: bool = False) -> Block:
-        """Return a block that lends the connection that writes, in a transaction.
+        """Return a block that lends the connection that writes, in a transaction; no other writer gets in between.
 
-        With `removes` the transaction removes content for good. It notes that (`note_removal`), and once the block has
-        ended a power cut takes back neither this transaction nor one before it, also where the kind's pragmas let the
-        last transactions be lost.
-
-        The transaction is committed at the end, and rolled back on any error. No other writer, in any process, gets in
-        between. This call raises the kind's error for a read-only file. The block raises it if the database cannot be
-        written, stays locked by another process for the busy timeout, or is closed, and if this thread is in such a
-        block already. On a full disk it is `Kind.disk_full`, where the kind has one. An error of SQLite within the
-        block is raised as the kind's error, and other errors of the block pass unchanged.
+        With `removes` it removes content for good (`note_removal`): once the block has ended, no power cut takes it
+        back.
         """
         if self.read_only:
             raise self._error(
@@ -203,10 +180,7 @@ class Database:
 
     @property
     def must_be_compacted(self) -> bool:
-        """True if content was removed, by any process, and `compact` has not succeeded since; False if read-only.
-
-        Raises the kind's error if the file cannot be read or is closed.
-        """
+        """True if content was removed, by any process, and `compact` has not succeeded since; False if read-only."""
         with self.reading() as connection:
             return not self.read_only and _removal_note(connection) != 0
 
@@ -214,8 +188,8 @@ class Database:
         """Write the whole file again without removed content, and empty the journal, if content was removed.
 
         SQLite overwrites a removed row, but no earlier copies of it that moved within a page. Takes time and room on
-        the disk in proportion to the file. If it cannot be done now, logs a warning; the next call tries again, in any
-        process. Raises the kind's error if the file cannot be read or is closed.
+        the disk in proportion to the file. If it fails, a warning is logged, and the next call, in any process, tries
+        again.
         """
         if not self.must_be_compacted:
             return
@@ -252,9 +226,8 @@ class Database:
     def erase(self) -> bool:
         """Move the journal into the file and empty it: pages in it still hold removed rows.
 
-        Returns False if another reader or writer is still using the journal; it is emptied by the next call, or when
-        the last process closes the file. Does nothing for a read-only file, and on a full disk. Raises the kind's error
-        if the file cannot be written or is closed.
+        Returns False if another reader or writer is still using the journal; the next call, or the last process that
+        closes the file, empties it.
         """
         if self.read_only:
             return True
@@ -323,10 +296,7 @@ class Database:
     def problems(self) -> list[str]:
         """Return at most 100 findings of SQLite's `PRAGMA quick_check` as sentences; [] when all is well.
 
-        It reads the whole file, but does not compare indexes with their tables. Raises the kind's error (StoreError for
-        the catalog, IndexStoreError for the index) if the file cannot be read or is so damaged that the check cannot
-        run. After `close` it opens the file once more for the check, and raises the kind's error only if the disk was
-        full until then.
+        It does not compare indexes with their tables. Works after `close` too.
         """
         with self._errors():
             self._reopen()
@@ -370,10 +340,7 @@ class Database:
         self._writer = writer
 
     def _renew_reader(self) -> None:
-        """Replace the connection that reads, after Ctrl-C in a block.
-
-        A cursor in the traceback may still be open on the old one, which would go on to show rows as they were then.
-        """
+        """Replace the reader after Ctrl-C in a block: a cursor in the traceback would keep its old view."""
         old = self._reader
         if old is not None and not self._closed:
             with suppress(sqlite3.Error):
@@ -544,10 +511,7 @@ def _transaction(
     at_start: Callable[[sqlite3.Connection], None] | None = None,
     after_interrupt: Callable[[], None] | None = None,
 ) -> Generator[sqlite3.Connection, None, None]:
-    """Yield the connection once, in a transaction started by the statement `begin`, or in none if that is empty.
-
-    `at_start` is called within the transaction before that.
-    """
+    """Yield the connection once, in a transaction started by the statement `begin`, or in none if that is empty."""
     if begin and connection.in_transaction:
         raise sqlite3.ProgrammingError("cannot start a transaction within a transaction")
     # BEGIN is inside: Ctrl-C can be raised after the statement and before the next line.
@@ -569,10 +533,7 @@ def _transaction(
 
 
 def note_removal(connection: sqlite3.Connection) -> None:
-    """Note in the file, within the transaction, that content is removed: `Database.compact` is due.
-
-    The note is SQLite's `application_id`, which no kind uses otherwise. It changes with each removal.
-    """
+    """Note in the file (as `application_id`, which changes each time) that `Database.compact` is due."""
     connection.execute(f"PRAGMA application_id = {_removal_note(connection) % _MOST_NOTES + 1}")
 
 
@@ -604,8 +565,6 @@ def connect_read_only(path: Path, *, timeout_s: float) -> sqlite3.Connection:
 
     If SQLite's helper files exist or can be made, changes by other processes are seen, and `timeout_s` is the longest
     wait for a lock, in seconds. Otherwise no process has the file open, and it is read without helper files and locks.
-    Raises sqlite3.Error if the file is missing, is no database or cannot be read, or if it stays locked; without helper
-    files only the first query may raise it. Raises OSError if the system refuses to look at its journal.
     """
     place = path.absolute().as_uri()
     connect = partial(
@@ -630,20 +589,12 @@ def connect_read_only(path: Path, *, timeout_s: float) -> sqlite3.Connection:
 
 
 def can_be_written(path: Path) -> bool:
-    """Return True if this user may write both the database file and its folder, where SQLite keeps helper files.
-
-    False for a missing file; raises nothing.
-    """
+    """Return True if this user may write both the database file and its folder, where SQLite keeps helper files."""
     return os.access(path, os.W_OK) and os.access(path.parent, os.W_OK)
 
 
 def fetched(connection: sqlite3.Connection, query: str, parameters: Parameters) -> list[Any]:
-    """Return all rows of a query, one tuple each, [] without rows.
-
-    Bytes of a text that are not UTF-8 become half surrogate pairs; an error would hide the other rows. Raises
-    sqlite3.Error if the query fails, ValueError (UnicodeEncodeError) if a parameter holds half a surrogate pair, and
-    OverflowError if one is a whole number of more than 63 bits.
-    """
+    """Return all rows of a query, one tuple each, [] without rows."""
     try:
         return connection.execute(query, parameters).fetchall()
     except sqlite3.OperationalError as error:

@@ -59,8 +59,7 @@ class Finding:
     """A flaw: its kind, its place, the reason in words, and the action in words.
 
     The action is the one that the check took, or would take with `repair`. For a flaw that a check never repairs it is
-    advice, or says that the file was left alone. A warning in the log names each file that the system refused to
-    delete.
+    advice, or says that the file was left alone.
     """
 
     kind: FindingKind
@@ -100,40 +99,23 @@ class Caches(Protocol):
     """Chunk-caches that can be evicted: `ChunkCacheStore` or `client.http.ServerCaches`."""
 
     def evict(self, chosen: RowFilter | None = None) -> Evicted:
-        """Remove the chosen chunk-caches; return their number and their bytes on disk, both 0 if none was chosen.
+        """Remove the chosen chunk-caches; return their number and their bytes on disk.
 
-        A filter with an empty list of chunk ids chooses none. For the effects see `ChunkCacheStore.evict` and
-        `ServerCaches.evict`.
-
-        Raises:
-            StoreError: the store is closed, its folder is gone, or its catalog cannot be read or written.
-            ForkError: the store was opened in the process of which this one is a fork.
-            ServerError: no server answers, it fails or asks for a key, its reply is malformed, or its engine is
-                closed.
-            ConfigError: a store is asked with no filter, or one without any choice; or a server refuses the request
-                with status 400.
-            ContextLengthError: a server refuses the request with status 400, and its message names a context.
-            UnsupportedCallError: a server is asked with no filter, or with one that has more than chunk ids.
+        See `ChunkCacheStore.evict` and `ServerCaches.evict` for the filters that each accepts.
         """
 
     def remove_chunks(self, chunk_ids: Sequence[str]) -> Evicted:
-        """Remove all chunk-caches that hold or were shaped by these chunks, and refuse new ones until `readmit_chunks`.
-
-        Returns and raises the same as `evict`.
-        """
+        """Remove all chunk-caches that hold or were shaped by these chunks, and refuse new ones until readmitted."""
 
     def readmit_chunks(self, chunk_ids: Sequence[str]) -> frozenset[str]:
-        """Let chunk-caches of these chunks be stored again; return the ids of the chunks that stay removed.
-
-        Without ids it only returns these. Raises the same as `evict`.
-        """
+        """Let chunk-caches of these chunks be stored again; return the ids of the chunks that stay removed."""
 
 
 class DurableVariants:
     """The catalog and the disk tier of one store folder, changed only in an order that survives a kill.
 
     Every method may be called from any thread. `on_removed(variant_id, created)` is called for every variant whose row
-    was removed, so that memory can drop it. After `close` the methods that use the catalog raise StoreError.
+    was removed, so that memory can drop it.
     """
 
     def __init__(
@@ -149,8 +131,7 @@ class DurableVariants:
     ) -> None:
         """Open the folder, remove files left by killed writers, and apply the limits.
 
-        `limits` are stored with the folder; other limits keep their stored values, by default `defaults`. Raises
-        StoreError if the folder or its catalog cannot be used.
+        `limits` are stored with the folder; other limits keep their stored values, by default `defaults`.
         """
         self._on_removed = on_removed
         self._busy_timeout_s = busy_timeout_s
@@ -191,18 +172,14 @@ class DurableVariants:
             raise
 
     def close(self) -> None:
-        """Close the catalog and give up this process's lock file; a second call does nothing. Raises nothing.
-
-        A lock file that cannot be deleted stays until the folder is opened again.
-        """
+        """Close the catalog and delete this process's lock file, now or when the folder is opened again."""
         self._writers.leave()
         self.catalog.close()
 
     def gone(self) -> bool:
-        """Return True if the folder was deleted or replaced since it was opened; the store then stays unusable.
+        """Return True if the folder was deleted or replaced since it was opened, or cannot be looked at now.
 
-        Also True, but only for now, if the system cannot look at the folder; raises nothing. SQLite continues with a
-        deleted file without noticing, and new files would be in a folder without a catalog.
+        SQLite continues with a deleted file without noticing, and new files would be in a folder without a catalog.
         """
         try:
             self._gone = self._gone or _identity(self.catalog.path) != self._file
@@ -213,11 +190,7 @@ class DurableVariants:
         return self._gone
 
     def evictions(self) -> dict[EvictionReason, int]:
-        """Return reason → number of variants that this object has removed from the folder; a copy.
-
-        Reasons without any are left out. Includes variants whose files were deleted but whose rows stay, because the
-        disk is full.
-        """
+        """Return reason → number of variants removed from the folder, also those whose rows stay on a full disk."""
         with self._lock:
             return dict(self._evictions)
 
@@ -233,19 +206,9 @@ class DurableVariants:
         """Store a variant, and evict others if needed; return None, or the reason why it cannot be stored.
 
         It takes the place of an older variant of the same identity. Others are evicted for the byte budget, the number
-        of variants, and the number of variants of its chunk; their files are deleted, and `on_removed` is called.
-        Reasons are a read-only or deleted folder, a size beyond the whole byte budget, no room because of other
-        writers, and a chunk that was removed: its own, or one that has shaped it.
-
-        Args:
-            variant: the variant.
-            encoded: its header and blocks.
-            token_scores: its token scores.
-            extra_variant, sources: see `types.captures.Capture`.
-
-        Raises OSError if the disk fails or the system refuses a file or a lock, and StoreError if the catalog cannot be
-        read or changed. Then its file is deleted, now or, if that fails, when the store is opened next. If the file was
-        begun, `on_removed` is called for the variant itself.
+        of variants, and the number of variants of its chunk. For `extra_variant` and `sources` see
+        `types.captures.Capture`. After an error its file is deleted, now or when the store is opened next, and if the
+        file was begun, `on_removed` is called for the variant itself.
         """
         if self.read_only:
             return Unavailable(variant.variant_id, CaptureDrop.READ_ONLY, "the store is read-only")
@@ -293,11 +256,9 @@ class DurableVariants:
         return None
 
     def discard(self, file: FileRef, chunk_id: str, reason: str) -> None:
-        """Remove the row and the file of a variant that can never be served, with a warning.
+        """Remove row and file of a variant that can never be served, with a warning. Counts as `DAMAGED`.
 
-        Does nothing if the row was evicted or replaced after the look-up, if another thread has removed it, if the
-        store is read-only, or if its folder is gone. Counts as an eviction with the reason `DAMAGED`, and calls
-        `on_removed`. Raises StoreError if the catalog cannot be changed.
+        Does nothing if the row was evicted or replaced since the look-up, in a read-only store, or without its folder.
         """
         if self.read_only or self.gone():
             return
@@ -306,17 +267,9 @@ class DurableVariants:
             logger.warning("Removed chunk-cache %s of chunk %s: %s", path, chunk_id, reason)
 
     def evict(self, chosen: RowFilter, *, down_to_bytes: int | None = None) -> Evicted:
-        """Remove the chosen rows and their files, lowest score first.
+        """Remove the chosen rows and their files, lowest score first, until at most `down_to_bytes` are left.
 
-        Args:
-            down_to_bytes: only as many rows as leave at most so many bytes of files; None: all chosen rows.
-
-        The chunk ids of `chosen`, if it has any, are no longer remembered as evicted. `on_removed` is called for each
-        variant.
-
-        Returns the number of rows that were removed and the bytes of their files, both 0 if none was. A file that
-        cannot be deleted counts too, with a warning. Raises StoreError if the catalog cannot be read or changed, also
-        if no row is chosen. On a full disk the files are deleted and counted, and their rows stay as misses.
+        Chosen chunk ids are no longer remembered as evicted. On a full disk files are deleted and rows stay as misses.
         """
         files = self.catalog.chosen(chosen, down_to_bytes=down_to_bytes)
         gone = self._evict(files, EvictionReason.ADMINISTRATOR, forget=chosen.chunk_ids or ())
@@ -329,12 +282,9 @@ class DurableVariants:
     ) -> list[Listed | DamagedRow]:
         """Remove all variants of these chunks, and those captured after one of them; refuse to store others.
 
-        The refusal is noted first: no process stores such a variant after the rows were read here. On a full disk the
-        files are deleted first, which makes room for the note. The folder of an older version's chunk-caches, where no
-        catalog says what shaped them, is deleted, and the texts of audits are.
-
-        Returns the rows that were there. Raises StoreError if the catalog cannot be read or changed, or if a file
-        cannot be deleted so that a power cut does not bring it back; call it again.
+        The refusal is noted first: no process stores such a variant after the rows were read here. The folder of an
+        older version's chunk-caches, where no catalog says what shaped them, is deleted, and the texts of audits are.
+        Returns the rows that were there.
         """
         found: list[Listed | DamagedRow] = []
         try:
@@ -367,7 +317,7 @@ class DurableVariants:
     def _evict(
         self, files: list[FileRef], why: EvictionReason, *, forget: Sequence[str] = ()
     ) -> list[FileRef]:
-        """Remove rows, then their files; on a full disk the files first. Raises StoreError."""
+        """Remove rows, then their files; on a full disk the files first."""
         try:
             return self._remove(files, why, forget=forget)
         except DiskFullError:
@@ -389,10 +339,7 @@ class DurableVariants:
     def _remove(
         self, files: list[FileRef], why: EvictionReason, *, forget: Sequence[str] = ()
     ) -> list[FileRef]:
-        """Remove rows, then their files. Raises StoreError.
-
-        After Ctrl-C in between, the next `finish_interrupted` deletes the files.
-        """
+        """Remove rows, then their files; after Ctrl-C in between, the next `finish_interrupted` deletes the files."""
         try:
             gone = self.catalog.remove(files, writer=self._writers.token, why=why, forget=forget)
             self.delete(gone)
@@ -409,11 +356,7 @@ class DurableVariants:
         return bool(self._interrupted)
 
     def finish_interrupted(self) -> None:
-        """Delete files whose rows were removed just before Ctrl-C; they would take up room.
-
-        Files that still have a row stay. Does nothing if no removal was interrupted. Raises StoreError if the catalog
-        cannot be read; then nothing is deleted, and a later call tries again.
-        """
+        """Delete files whose rows were removed just before Ctrl-C; they would take up room."""
         files = list(self._interrupted)
         without_row = [file for file in files if not self.catalog.holds(file)]
         self.delete(without_row)
@@ -424,9 +367,8 @@ class DurableVariants:
     def delete(self, files: Iterable[FileRef]) -> None:
         """Delete files without a row, then settle them in the catalog. Never raises.
 
-        Memory drops them too (`on_removed`); those with a reason in `FileRef.evicted` are counted and logged. A file
-        that is missing counts as deleted. One that cannot be deleted is logged. It and files that cannot be settled
-        stay in `files_at_risk` until a later call, or the next opening of the store, succeeds.
+        Those with a reason in `FileRef.evicted` are counted and logged. A file that cannot be deleted is logged, and
+        stays in `files_at_risk` until a later call, or the next opening of the store, succeeds.
         """
         files = list(files)
         with self._lock:
@@ -449,10 +391,10 @@ class DurableVariants:
             self._finish_deletions(files)
 
     def _finish_deletions(self, files: Iterable[FileRef]) -> None:
-        """Delete these files, and those of earlier calls that could not be deleted, and settle them.
+        """Delete these files, and those that earlier calls could not delete, and settle them.
 
         Raises OSError, after a warning in the log, if one stays or its deletion is not synced; the next call tries
-        again. If the catalog cannot be changed, files are settled by the next call.
+        again.
         """
         with self._lock:
             files = list(dict.fromkeys((*self._unsettled, *files)))
@@ -491,12 +433,7 @@ class DurableVariants:
         return deleted, failure
 
     def check(self, *, repair: bool, progress: Callable[[Progress], None] | None) -> CheckReport:
-        """Compare rows and files and read every byte; with `repair` fix flaws. See `ChunkCacheStore.check`.
-
-        Returns the report, with flaws that were repaired too. Raises StoreError if the catalog cannot be read, stays
-        locked by another process, or with `repair` cannot be changed; OSError if the system refuses to look at a file
-        or at a writer's lock; and what `progress` raises.
-        """
+        """Compare rows and files and read every byte; with `repair` fix flaws. See `ChunkCacheStore.check`."""
         if repair and self.read_only:
             raise StoreError(
                 f"{self.catalog.path.parent} cannot be written. Make it writable for this user to repair it."
@@ -663,7 +600,7 @@ def _identity(path: Path) -> tuple[int, int]:
 
 
 def _remove_folder(folder: Path) -> None:
-    """Delete a folder, if it exists, and sync its parent. Raises OSError."""
+    """Delete a folder, if it exists, and sync its parent."""
     if folder.exists():
         shutil.rmtree(folder)
         sync_folder(folder.parent)

@@ -34,10 +34,9 @@ class Use(NamedTuple):
 
     @classmethod
     def of(cls, recomputed: float, tokens: int) -> Use:
-        """Return one use of a chunk of `tokens` tokens, of which the fraction `recomputed` was computed again.
+        """Return one use of a chunk of `tokens` tokens, of which the fraction `recomputed` (0 to 1) was computed again.
 
-        A share below 0 counts as 0, one above 1 or NaN counts as 1, because SQLite refuses NaN. For `frequency` it
-        counts as at least 1 / `tokens`. Raises ZeroDivisionError for 0 tokens.
+        NaN counts as 1, because SQLite refuses it.
         """
         share = max(recomputed, 0.0) if recomputed <= 1.0 else 1.0
         return cls(1.0 / max(share, 1.0 / tokens), 1.0 - share)
@@ -173,10 +172,7 @@ class LowestScored:
         self._heap: list[tuple[float, float, str]] = []
 
     def push(self, name: str) -> None:
-        """Note the score of an item that was added or whose score changed.
-
-        Raises KeyError if the dictionary has no item of this name.
-        """
+        """Note the score of an item that was added or whose score changed."""
         item = self._items[name]
         heapq.heappush(self._heap, (item.score, item.order, name))
         # mostly outdated entries: rebuild it, amortised O(1)
@@ -184,10 +180,7 @@ class LowestScored:
             self._rebuild()
 
     def name(self) -> str | None:
-        """Return the name of the item with the lowest score, among equal ones the lowest `order`; None without items.
-
-        The item stays in the dictionary.
-        """
+        """Return the name of the item with the lowest score, among equal ones the lowest `order`."""
         while True:
             while self._heap:
                 score, order, name = self._heap[0]
@@ -211,10 +204,7 @@ POLICIES: Mapping[str, Policy] = MappingProxyType(
 
 
 def policy_named(name: str) -> Policy:
-    """Return the policy of that name, "saving" or "f_r": always the same object.
-
-    Raises ConfigError, with the known names, if it is unknown.
-    """
+    """Return the policy of that name, "saving" or "f_r": always the same object."""
     try:
         return POLICIES[name]
     except KeyError:

@@ -77,8 +77,7 @@ class Header:
     def blocks(self) -> list[tuple[int, int]]:
         """Return a pair for each layer, in order: offset of its block in the data section, and its number of bytes.
 
-        Raises ValueError if the fields contradict each other, there is no layer or no token, or a block is larger than
-        the codec makes; ConfigError if the codec is unknown or not installed.
+        Raises ValueError if the fields contradict each other.
         """
         layers = self.layout.layers
         self._require_checksums()  # first: the number of checksums limits all other numbers
@@ -114,11 +113,7 @@ class Header:
             raise ValueError("checksums")
 
     def encode(self) -> bytes:
-        """Return the first bytes of the file, up to its data: length, JSON, padding to a multiple of 4096 bytes.
-
-        Raises ValueError if the fields contradict each other, or there is no layer or no token; ConfigError if the
-        codec is unknown or not installed.
-        """
+        """Return the first bytes of the file, up to its data: length, JSON, padding to a multiple of 4096 bytes."""
         return self._around(json.dumps(self._fields(), separators=(",", ":")))
 
     def _fields(self) -> dict[str, object]:
@@ -160,8 +155,8 @@ class Header:
     def decode(cls, raw: bytes) -> Header:
         """Return the header in the bytes of `encode`, which `raw` holds up to the data; unknown fields are ignored.
 
-        Raises ValueError if any byte of `raw` differs from what this version would write for its fields, if it is of
-        another layout version, and if the codec is unknown or not installed. It is never the subclass ConfigError.
+        Raises ValueError, never ConfigError, if any byte of `raw` differs from what this version would write for its
+        fields, and for another layout version or an unknown codec.
         """
         try:
             metadata = json.loads(raw[8:])["__metadata__"]
@@ -217,14 +212,8 @@ class Encoded:
 def encode(variant: Variant, layout: KVLayout, kv: torch.Tensor) -> Encoded:
     """Return header and blocks of `kv` `[layers, 2, tokens, kv_heads, head_dim]`, contiguous and on the CPU.
 
-    `kv` must have the layout and the tokens of `variant`, which is not checked. Raw blocks share its memory.
-
-    Raises:
-        ConfigError: the codec is unknown or not installed.
-        ValueError: the codec cannot encode the values (infinities, NaN).
-        RuntimeError: of torch, if there is no memory or `kv` is not contiguous.
-
-    Without a layer or a token it raises ValueError, ZeroDivisionError or IndexError, depending on the codec.
+    `kv` must have the layout and the tokens of `variant`, which is not checked. Raw blocks share its memory. Raises
+    ValueError if the codec cannot encode the values (infinities, NaN).
     """
     codec = codec_named(variant.codec)
     blocks = tuple(
@@ -244,10 +233,7 @@ def encode(variant: Variant, layout: KVLayout, kv: torch.Tensor) -> Encoded:
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
-    """Return the bytes of a contiguous CPU tensor of any shape as a flat, writable view: they share its memory.
-
-    Raises torch's RuntimeError if the tensor is not contiguous.
-    """
+    """Return the bytes of a contiguous CPU tensor of any shape as a flat, writable view: they share its memory."""
     import torch
 
     array: np.ndarray = tensor.view(-1).view(torch.uint8).numpy()
@@ -257,8 +243,7 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
 def extents(codec: Codec, layout: KVLayout, tokens: int) -> list[tuple[int, int]]:
     """Return (first token, end) of each piece of a layer that can be read and verified alone, in order.
 
-    Each piece has `EXTENT_TOKENS` tokens, and the last one what is left; [] for 0 tokens. For a codec whose blocks can
-    only be decoded as a whole, the result is always one piece of all tokens.
+    Pieces have `EXTENT_TOKENS` tokens; a codec whose blocks are only decoded whole has a single one.
     """
     if not codec.run(layout, tokens, 0, tokens):  # can only be decoded as a whole
         return [(0, tokens)]
@@ -275,17 +260,13 @@ class ByteSource(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes, header included; of a remote, the number that the look-up named.
-
-        A file raises OSError if the system refuses to look at it, or after `close`.
-        """
+        """Number of bytes, header included; of a remote, the number that the look-up named."""
 
     def read(self, buffer: memoryview, at: int) -> None:
         """Fill all of `buffer` with the bytes from offset `at` on, and wait for them.
 
-        Several threads may call it at the same time, of a `sequential` source only one. Raises OSError if the bytes
-        cannot be read, if there are too few, after `close`, and if a `sequential` source is not read in order. Raises
-        ValueError if the bytes are not those that were signed.
+        Several threads may call it at the same time, of a `sequential` source only one, in order. Raises OSError if the
+        bytes cannot be read or are too few, and ValueError if they are not those that were signed.
         """
 
     def close(self) -> None:
@@ -312,14 +293,7 @@ class StoredVariant:
     kv: torch.Tensor | None = None
 
     def __init__(self, source: ByteSource, variant: Variant) -> None:
-        """Read and verify the header.
-
-        Raises:
-            ValueError: the header is damaged or of another variant, or the file is larger than the variant's model
-                writes; the message says which.
-            ConfigError: the codec is unknown or not installed.
-            OSError: the bytes cannot be read, or the tensor would be far larger than them and no model vouches for it.
-        """
+        """Read and verify the header; ValueError, with the reason, if it is damaged, too large or another's."""
         self._codec = codec_named(variant.codec)
         layout = variant.payload.layout
         longest = _LONGEST_HEADER if layout is None else longest_header(variant, layout)
@@ -353,10 +327,7 @@ class StoredVariant:
         self.token_bytes = (needed - self._begin) / header.tokens
 
     def allocate(self, *, pinned: bool = False) -> None:
-        """Allocate `kv` in main memory, uninitialised, page-locked if `pinned`; a second call replaces it.
-
-        Raises MemoryError if there is no room for it, or if the system grants no page-locked memory.
-        """
+        """Allocate `kv` in main memory, uninitialised, page-locked if `pinned`; a second call replaces it."""
         import torch
 
         from cachecraft_rag.kernels.memory import empty
@@ -370,18 +341,14 @@ class StoredVariant:
         self.kv = None
 
     def own(self, layer: int, start: int, stop: int) -> torch.Tensor:
-        """Return a range of tokens of a layer of `kv`, `[2, stop - start, kv_heads, head_dim]`: a view, no copy.
-
-        Raises AssertionError before `allocate` and after `release`.
-        """
+        """Return a range of tokens of a layer of `kv`, `[2, stop - start, kv_heads, head_dim]`: a view, no copy."""
         assert self.kv is not None, "it was allocated, and is not released"
         return self.kv[layer, :, start:stop]
 
     def scratch(self, tokens: int, old: torch.Tensor | None) -> torch.Tensor:
         """Return an uninitialised tensor `[2, tokens, kv_heads, head_dim]` for `read`, in the dtype of `kv`.
 
-        It is in the memory of `old`, an earlier result, if that has this dtype and is large enough; otherwise, and with
-        `old` None, in new memory. Raises MemoryError if there is no room for that.
+        It is in the memory of `old`, an earlier result, if that has this dtype and is large enough.
         """
         import torch
 
@@ -399,23 +366,11 @@ class StoredVariant:
         return old.as_strided(shape, torch.empty(shape, device="meta").stride())
 
     def read(self, layer: int, start: int, stop: int, *, out: torch.Tensor | None = None) -> None:
-        """Read a range of tokens of a layer from the source into `kv[layer, :, start:stop]`, and verify it.
+        """Read a range of tokens of a layer into `kv[layer, :, start:stop]`, or `out` of that shape, and verify it.
 
         Both ends must be borders of `extents`, which is not checked. Several threads may read different ranges at the
-        same time, of a `sequential` variant only one.
-
-        Args:
-            out: tensor to fill instead, contiguous, `[2, stop - start, kv_heads, head_dim]`; None: `kv`.
-
-        Raises:
-            OSError: the bytes cannot be read, also after `close`, or the layers of a `sequential` one are not read in
-                order.
-            ValueError: the bytes are damaged, or are not those that were signed; or, if the look-up named the model's
-                layout, they hold infinities, NaN, or numbers beyond 1e9.
-            RuntimeError, MemoryError: of torch and NumPy, if memory is short.
-            AssertionError: there is neither `out` nor an allocated `kv`.
-
-        After an error no value of the range may be used.
+        same time, of a `sequential` variant only one. Raises ValueError if the bytes are damaged, are not those that
+        were signed, or hold infinities, NaN, or numbers beyond 1e9; then no value of the range may be used.
         """
         import torch
 
@@ -456,22 +411,14 @@ class StoredVariant:
             raise ValueError(f"data damaged: layer {layer} holds numbers that no model produces")
 
     def read_all(self) -> torch.Tensor:
-        """Read every layer, in order, and return `kv`, `[layers, 2, tokens, kv_heads, head_dim]`, not a copy.
-
-        Raises OSError if the bytes cannot be read, also after `close`, and if a part of a `sequential` variant was read
-        before; ValueError if they are damaged or hold numbers that no model produces; RuntimeError or MemoryError if
-        memory is short; and AssertionError if `kv` was not allocated.
-        """
+        """Read every layer, in order, and return `kv`, `[layers, 2, tokens, kv_heads, head_dim]`, not a copy."""
         for layer in range(self._header.layout.layers):
             self.read(layer, 0, self._header.tokens)
         assert self.kv is not None, "there is room"
         return self.kv
 
     def close(self) -> None:
-        """Release the bytes, but not `kv`; a second call does nothing.
-
-        A read in another thread ends soon, with OSError or with its bytes.
-        """
+        """Release the bytes, but not `kv`; a read in another thread ends soon."""
         self.source.close()
 
 
@@ -480,7 +427,7 @@ def open_source(source: ByteSource, variant: Variant) -> StoredVariant | Unavail
 
     The reason is a `Damaged` if the bytes are damaged or of another variant, and so of no use to anyone. An unknown
     codec does not count as damage (`UNKNOWN_FORMAT`), because a missing package may provide it, and neither do bytes
-    that cannot be read or are gone from a remote (`UNREADABLE`). Raises nothing for any of these.
+    that cannot be read or are gone from a remote (`UNREADABLE`).
     """
     opened: StoredVariant | Unavailable
     try:
@@ -494,11 +441,9 @@ def open_source(source: ByteSource, variant: Variant) -> StoredVariant | Unavail
 
 
 def unreadable(variant_id: str, error: Exception) -> Unavailable:
-    """Return the miss for an exception of `StoredVariant`.
+    """Return the miss for an exception of `StoredVariant`: a `Damaged` for ValueError, which means damage.
 
-    For ValueError, which means damage, it is a `Damaged`, and the file is of no more use. Any other exception is one of
-    the system, and reading may succeed later: the code is `NO_MEMORY` for MemoryError, otherwise `UNREADABLE`. Raises
-    nothing.
+    Any other exception is one of the system, and reading may succeed later.
     """
     if isinstance(error, ValueError):
         return Damaged(variant_id, LoadFailure.DAMAGED, str(error))
@@ -509,11 +454,7 @@ def unreadable(variant_id: str, error: Exception) -> Unavailable:
 
 
 def longest_header(variant: Variant, layout: KVLayout) -> int:
-    """Return an upper bound of the header's bytes, for a variant of this key, codec and number of tokens.
-
-    Raises ConfigError if the codec is unknown or not installed. Raises ValueError for a variant without tokens or a
-    layout with a number below 1 or an unknown dtype; for `layers` 0 and the codec raw it is ZeroDivisionError.
-    """
+    """Return an upper bound of the header's bytes, for a variant of this key, codec and number of tokens."""
     codec = codec_named(variant.codec)
     sums = ((0,) * len(extents(codec, layout, variant.tokens)),) * layout.layers
     known = codec.block_bytes(layout, variant.tokens) is not None
@@ -526,11 +467,7 @@ def longest_header(variant: Variant, layout: KVLayout) -> int:
 
 
 def longest_payload(variant: Variant, layout: KVLayout) -> int:
-    """Return an upper bound of all bytes of a variant's file, header and blocks.
-
-    Raises ConfigError if the codec is unknown or not installed. Raises ValueError for a variant without tokens or a
-    layout with a number below 1 or an unknown dtype; for `layers` 0 and the codec raw it is ZeroDivisionError.
-    """
+    """Return an upper bound of all bytes of a variant's file, header and blocks."""
     blocks = layout.layers * codec_named(variant.codec).most_bytes(layout, variant.tokens)
     return longest_header(variant, layout) + blocks
 
@@ -538,9 +475,8 @@ def longest_payload(variant: Variant, layout: KVLayout) -> int:
 def in_range(values: torch.Tensor) -> bool:
     """Return True if all values, of any shape, are finite and none is larger than a key or value can be, 1e9 in size.
 
-    `values` is on the CPU, and of dtype float32, bfloat16 or float16. Compares bits, which sort like the values:
-    positive numbers as signed, negative ones as unsigned integers. So NumPy needs a single pass without a copy; torch
-    would divide it among threads, which wait for each other. Raises ValueError for a tensor without values.
+    Compares bits, which sort like the values: positive numbers as signed, negative ones as unsigned integers. So NumPy
+    needs a single pass without a copy; torch would divide it among threads, which wait for each other.
 
     >>> import torch
     >>> [in_range(torch.tensor([1.0, value])) for value in (-1e9, 2e9, float("-inf"), float("nan"))]

@@ -103,9 +103,8 @@ class MemoryTier:
     def add(self, variant: Variant, kv: torch.Tensor) -> bool:
         """Hold `kv` `[layers, 2, tokens, kv_heads, head_dim]`, not a copy; return False if it exceeds the budget alone.
 
-        Nothing changes then. Otherwise it returns True: an older tensor of the same variant is replaced, and others
-        leave if there is no room; these are counted in `evicted` and passed to `on_leave`. The caller must not write to
-        `kv` again. Raises what `on_leave` raises, after `kv` is held.
+        Others leave if there is no room; these are counted in `evicted` and passed to `on_leave`. The caller must not
+        write to `kv` again.
         """
         held = _Held(variant, kv, kv.nbytes, _uses(variant))
         if not self.admits(held.nbytes):
@@ -142,10 +141,7 @@ class MemoryTier:
         return LoadedVariant(variant.variant_id, held.kv, self.name)
 
     def remove(self, variant_id: str, created: float) -> None:
-        """Remove the tensor of this very capture; does nothing if it is not held.
-
-        Neither counted in `evicted` nor passed to `on_leave`.
-        """
+        """Remove the tensor of this very capture, if held; neither counted in `evicted` nor passed to `on_leave`."""
         with self._lock:
             held = self._held.get(variant_id)
             if held is not None and held.variant.created == created:
@@ -209,10 +205,7 @@ class Memory:
         self.host.policy = self.device.policy = policy
 
     def read(self, variant: Variant) -> LoadedVariant | None:
-        """Return the tensor of this very capture, not a copy, from the device tier, else from the host tier.
-
-        None if neither holds it. Records no use.
-        """
+        """Return the tensor of this very capture, not a copy, from the device or the host tier. Records no use."""
         return self.device.read(variant) or self.host.read(variant)
 
     def _demote(self, variant: Variant, kv: torch.Tensor) -> None:
@@ -221,13 +214,7 @@ class Memory:
         self.host.add(variant, to_host(kv, pinned=self.host.admits(kv.nbytes)))
 
     def promote(self, held: LoadedVariant, variant: Variant) -> None:
-        """Copy a tensor of the host tier to the device tier; the host tier keeps its own too.
-
-        Does nothing if the device tier has a budget of 0 or holds the tensor already, or if `held` is not of the host
-        tier. A copy that exceeds the device's budget alone is made but not kept. Tensors that leave the device for it
-        are copied to the host tier. Raises torch's RuntimeError if the device or main memory has no room, and
-        AssertionError if torch was built without this device.
-        """
+        """Copy a tensor of the host tier to the device tier, unless it is there; the host tier keeps its own too."""
         if self.device.budget_bytes and held.tier == "host" and variant not in self.device:
             self.device.add(variant, held.kv.to(self._place))
 

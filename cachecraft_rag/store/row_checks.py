@@ -39,10 +39,9 @@ class LookupResult:
     removed: frozenset[str] = frozenset()
 
     def outcomes(self) -> dict[str, int]:
-        """Return outcome → number of chunks: "found" and "not_stored", maybe 0, and "refused" if it is not 0.
+        """Return outcome → number of chunks: "found", "not_stored", and "refused" if it is not 0.
 
-        A chunk counts as "found" if it has a variant, and as "refused" only if it has none but a refused one. The sum
-        is the number of chunks that were asked for.
+        A chunk with a variant counts as "found", also if another was refused.
         """
         hits = sum(map(bool, self.variants.values()))
         refused = sum(name in self.refused for name, offers in self.variants.items() if not offers)
@@ -66,8 +65,7 @@ class RowBounds:
     def flaw(self, variant: Variant) -> str:
         """Return the first reason why this variant cannot belong to this model or prompt, or "".
 
-        It compares the number of tokens, the length with the origin prefix, repeated segments, bytes and id. Another
-        tokenisation is not a flaw: the planner ignores such a variant. Raises KeyError if `segments` lacks its chunk.
+        Another tokenisation is not a flaw: the planner ignores such a variant.
         """
         tokens, tokens_digest = self.segments[variant.key.chunk_id]
         prefix = variant.key.origin_prefix
@@ -91,8 +89,7 @@ class RowBounds:
 def row_error(variant: Variant) -> str:
     """Return why the row is invalid, or "" if it is valid. Every look-up checks every row, so this is fast.
 
-    It checks types and ranges of the fields, and that `inter` has one number per segment of the origin prefix. Fields
-    of a wrong type, NaN and text that is not valid Unicode raise nothing: they are a reason too.
+    It checks types and ranges of the fields, and that `inter` has one number per segment of the origin prefix.
     """
     key = variant.key
     tokens = variant.tokens
@@ -134,8 +131,7 @@ def row_error(variant: Variant) -> str:
 def scores_are_wrong(scores: TokenScores, tokens: int) -> bool:
     """Return True if token scores are not `[tokens]`, or not valid attention: below 0, above `tokens`, or NaN.
 
-    The upper limit has a tolerance of 0.1 %. False without scores, that is, without `inter`. Raises ValueError
-    if `tokens` is 0 and the scores are an empty array.
+    The upper limit has a tolerance of 0.1 %.
     """
     inter = scores.inter
     if inter is None:

@@ -46,16 +46,9 @@ class SerialWorker:
     def submit(self, job: Callable[[], T], *, ended: Callable[[Future[T]], object]) -> Future[T]:
         """Hand a job to the thread; return the future of its result, which also holds any exception of the job.
 
-        The first call starts the thread. If the system has no room for a thread, the job and all that wait run here,
-        before this returns. A future that is cancelled before its job begins cancels the job.
-
-        Args:
-            ended: called in the thread with the future once it is done, also for a cancelled one when its turn is
-                reached. `Future.add_done_callback` would lock the future in Python code of the caller's thread. An
-                exception of `ended` is logged.
-
-        Raises:
-            WorkerEndedError: the thread has ended.
+        If the system has no room for a thread, the job and all that wait run here. `ended` is called in the thread with
+        the future once it is done or cancelled: `Future.add_done_callback` would lock the future in Python code of the
+        caller's thread. Raises WorkerEndedError if the thread has ended.
         """
         future: Future[T] = Future()
         with self._guard:
@@ -68,19 +61,13 @@ class SerialWorker:
         return future
 
     def end(self) -> None:
-        """End the thread once its jobs are done, without waiting. Takes no lock: finalizers may call this.
-
-        Afterwards `submit` raises WorkerEndedError, as soon as a started thread has ended. Raises nothing, also if the
-        thread has ended or was never started.
-        """
+        """End the thread once its jobs are done, without waiting. Takes no lock: finalizers may call this."""
         self._jobs.put(None)
 
     def shut_down(self) -> None:
-        """Finish all jobs, and end the thread; wait for both without limit. A second call does nothing.
+        """Finish all jobs, and end the thread; wait for both without limit.
 
         Jobs that wait for a thread which could not start run here. A call in the thread itself does not wait.
-        Afterwards `submit` raises WorkerEndedError. Raises nothing for a job that fails: its future holds the
-        exception.
         """
         self.end()
         # A thread whose start was interrupted may still begin; the first one does the jobs.

@@ -9,9 +9,8 @@ from pathlib import Path
 def replace_file(path: Path, content: bytes) -> None:
     """Replace a file in one step: a reader sees the old content or the new, and of two writers one wins.
 
-    Creates its folder if it is missing. The content is not synced, so a power cut may lose it. Raises OSError if the
-    folder cannot be made, or if the file cannot be written or replaced; then the old content stays, and no temporary
-    file is left.
+    Creates its folder if it is missing. The content is not synced, so a power cut may lose it. After an error the old
+    content stays, and no temporary file is left.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")

@@ -20,10 +20,7 @@ NOTE_KEYS = frozenset({CHUNK_ID_KEY, OUTCOME_KEY, REASON_KEY, SEARCHED_KEY})
 
 
 def noted_chunk_id(metadata: Mapping[str, object]) -> str:
-    """Return the chunk id that a document's or node's metadata holds, as text; "" if it holds none.
-
-    A value that is empty, 0 or None counts as missing. The id is not checked: it may be that of another text.
-    """
+    """Return the chunk id, maybe another text's, that a document's or node's metadata holds; "" if it holds none."""
     return str(metadata.get(CHUNK_ID_KEY) or "")
 
 
@@ -41,10 +38,7 @@ def outcome_notes(chunk: Mapping[str, object] | None) -> dict[str, str]:
 
 
 def chunk_id_of(text: str) -> str:
-    """Return the identity of a chunk, 32 hex digits: a hash of the exact text that the model sees.
-
-    Any text is accepted, "" and half a surrogate pair too.
-    """
+    """Return the identity of a chunk, 32 hex digits: a hash of the exact text that the model sees."""
     return digest("chunk", text)
 
 
@@ -58,8 +52,6 @@ class Chunk:
     known_id   the id that a retriever gave with the text; "" without one
     chunk_id   its identity, the digest of its text: `known_id`, unless the text was edited after it was retrieved
     stale_id   `known_id` if it is the id of another text, else ""
-
-    Raises ConfigError if text or id is not a str.
     """
 
     text: str

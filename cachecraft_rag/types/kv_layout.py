@@ -28,9 +28,6 @@ class KVLayout:
         return (self.layers, 2, tokens, self.kv_heads, self.head_dim)
 
     def nbytes(self, tokens: int) -> int:
-        """Return the bytes of one uncompressed chunk-cache of so many tokens: keys and values of all layers.
-
-        A number takes 4 bytes in float32 and 2 bytes in bfloat16 and float16.
-        """
+        """Return the bytes of one uncompressed chunk-cache of so many tokens: keys and values of all layers."""
         width = 4 if self.dtype == "float32" else 2
         return self.layers * 2 * tokens * self.kv_heads * self.head_dim * width

@@ -67,7 +67,4 @@ class Unavailable:
 
 @dataclass(frozen=True, slots=True)
 class Damaged(Unavailable):
-    """The bytes are missing or damaged permanently, so row and file should be removed.
-
-    A variant that is `Unavailable` for another reason can perhaps be read later.
-    """
+    """Bytes that are missing or damaged permanently, so row and file should be removed."""

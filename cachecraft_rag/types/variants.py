@@ -38,9 +38,7 @@ class VariantKey:
         return self.variant_id_in(None)
 
     def variant_id_in(self, session: str | None) -> str:
-        """Return the id of a chunk-cache that only this session uses, 32 hex digits; for None it is `variant_id`.
-
-        The ids of different sessions differ, so their chunk-caches lie side by side in one store.
+        """Return the id, 32 hex digits, of a chunk-cache that only this session uses; for None it is `variant_id`.
 
         >>> key = VariantKey("default", "model", "chunk", ("system",))
         >>> len({key.variant_id, key.variant_id_in("ada"), key.variant_id_in("bob")})

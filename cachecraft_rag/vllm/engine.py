@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
 from prometheus_client import CollectorRegistry
 
 from cachecraft_rag.checks import check_kind, check_mapping, check_path, check_text
@@ -24,6 +25,7 @@ from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.planning.calibration import load_calibration
 from cachecraft_rag.planning.candidates import Candidate
 from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.server.settings import OFF
 from cachecraft_rag.serving.answer_text import answer_text
 from cachecraft_rag.serving.audits.audit import Audit
 from cachecraft_rag.serving.audits.predictions import LikeliestTokens
@@ -34,7 +36,7 @@ from cachecraft_rag.serving.request import Request, RequestProgress, SegmentRepo
 from cachecraft_rag.serving.sampling import SamplingParams as Sampling
 from cachecraft_rag.store import ChunkCacheStore, RowFilter
 from cachecraft_rag.store.config import CACHE_FOLDER
-from cachecraft_rag.types.prompts import Prompt, Segment
+from cachecraft_rag.types.prompts import Prompt, Segment, token_array
 from cachecraft_rag.vllm.calls import Calls, Serving, Step
 from cachecraft_rag.vllm.idle.audits import (
     KEPT,
@@ -49,8 +51,8 @@ from cachecraft_rag.vllm.messages import FIELD, Ask, FillReport
 from cachecraft_rag.vllm.options import VLLMOptions
 from cachecraft_rag.vllm.refusals import missing_arguments
 from cachecraft_rag.vllm.self_check import Predicted, check_prompt, self_check
-from cachecraft_rag.vllm.served_model import ServedModel
-from cachecraft_rag.vllm.settings import OFF, ConnectorSettings, check_config
+from cachecraft_rag.vllm.served_model import VLLMModel
+from cachecraft_rag.vllm.settings import ConnectorSettings, check_config
 from cachecraft_rag.vllm.versions import require_vllm
 
 logger = logging.getLogger("cachecraft_rag.vllm")
@@ -85,7 +87,7 @@ class VLLMBackend:
 
     def __init__(
         self,
-        model: ServedModel,
+        model: VLLMModel,
         store: ChunkCacheStore,
         config: EngineConfig,
         *,
@@ -406,7 +408,9 @@ class VLLMBackend:
         None if the request gave way to others. Raises RuntimeError if vLLM has computed the prompt itself.
         """
         *context, question = request.prompt.segments
-        with_answer = replace(question, token_ids=(*question.token_ids, *tokens[:-1]))
+        with_answer = replace(
+            question, token_ids=np.append(question.token_ids, token_array(tokens[:-1]))
+        )
         ask = Ask(
             Prompt((*context, with_answer)),
             EXACT,
@@ -496,7 +500,7 @@ def _by_likelihood(step: Step) -> list[tuple[int, float]]:
 
 def _with_question(segments: Sequence[Segment]) -> Prompt:
     """Return a prompt of these segments, with the question that a request must have."""
-    end = segments[-1].token_ids[-1]
+    end = int(segments[-1].token_ids[-1])
     question = Segment("question", "capture", (end, end), private=True)
     return Prompt((*segments, question))
 
@@ -542,7 +546,7 @@ class VLLMEngine(AnswerEngine):
 
     def __init__(
         self,
-        model: ServedModel,
+        model: VLLMModel,
         store: ChunkCacheStore,
         config: EngineConfig,
         *,
@@ -606,7 +610,7 @@ class VLLMEngine(AnswerEngine):
         check_mapping("server", server or {})
         chosen = check_config((config or EngineConfig()).with_options(**options))
         require_vllm()
-        served = ServedModel.load(
+        served = VLLMModel.load(
             model, dtype=chosen.dtype, options=VLLMOptions.from_values(server or {})
         )
         ranks = (server or {}).get("tensor_parallel_size")
@@ -678,7 +682,7 @@ class VLLMEngine(AnswerEngine):
 
 
 def _arguments(
-    model: ServedModel, settings: ConnectorSettings, server: Mapping[str, object]
+    model: VLLMModel, settings: ConnectorSettings, server: Mapping[str, object]
 ) -> dict[str, object]:
     required: dict[str, object] = {
         "model": str(model.folder),

@@ -125,10 +125,9 @@ class LayerRow:
 def layer(run: Kernels, call: LayerCall, hidden: Tensor, rows: Sequence[LayerRow]) -> Tensor:
     """Return a decoder layer's output, `[1, rows, hidden]` in the dtype of `hidden`; write the rows' keys and values.
 
-    `hidden`, the layer's input `[1, rows, hidden]`, and `call` stay as they are. Each row's rotated keys and its values
-    are written at its `position` from its addresses on, and then it attends to the positions up to its own, within the
-    window of `call`. Any number of rows may be given; it is made for the few of decode steps. The addresses and shapes
-    are not checked. Raises ValueError for no rows, and MemoryError or torch's RuntimeError without memory.
+    Each row's rotated keys and its values are written at its `position` from its addresses on, and then it attends to
+    the positions up to its own, within the window of `call`. Any number of rows may be given; it is made for the few of
+    decode steps. The addresses and shapes are not checked.
     """
     hidden = hidden.clone(memory_format=torch.contiguous_format)
     count = len(rows)
@@ -198,11 +197,9 @@ class Drift:
 
     Args:
         run: the compiled kernels.
-        evidence: int64 row numbers of the recomputed tokens of each chunk.
+        evidence: int64 row numbers of the recomputed tokens of each chunk, at least one chunk.
         positions: int64 `[rows]`, positions of the pass's rows.
         pieces: (chunk, first position, end) of each range of stale tokens.
-
-    Raises ValueError without chunks, and IndexError if `evidence` has a row that `positions` lacks.
     """
 
     def __init__(
@@ -231,15 +228,9 @@ class Drift:
         """Move the stale tokens of one layer by their chunk's mean change, in place. Shapes are not checked.
 
         A change is the difference of a recomputed token in `rows` from what `merged` holds at its position, so call
-        this before the rows are written there. The recomputed tokens in `merged` stay as they are.
-
-        Args:
-            merged: `[2, positions, kv_heads, head_dim]`, rotated keys and values.
-            rows: rotated keys and values of the pass's rows, each `[rows, kv_heads, head_dim]`.
-            turns: cos and sin of all positions, each `[positions, rotary_dim]`.
-            strength: fraction of the mean change by which stale tokens are moved.
-
-        Raises MemoryError or torch's RuntimeError without memory.
+        this before the rows are written there. The recomputed tokens in `merged` stay as they are. `merged` is `[2,
+        positions, kv_heads, head_dim]`, `rows` are keys and values `[rows, kv_heads, head_dim]`, all rotated; `turns`
+        are cos and sin `[positions, rotary_dim]`.
         """
         keys, values = (row_tensor.contiguous() for row_tensor in rows)
         call = _move(merged, *turns)
@@ -307,11 +298,7 @@ def linear(run: Kernels, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tens
 
 
 def attends(q: Tensor, *others: Tensor) -> bool:
-    """Return True for rows, keys and values that `attend` and `mass` accept.
-
-    They accept at least one row, and heads of one even dimension for all tensors, which is at most 256. Nothing else is
-    looked at.
-    """
+    """Return True if `attend` and `mass` accept these rows, keys and values: one even head dimension, at most 256."""
     dim = q.shape[2]
     has_good_dim = dim <= MOST_DIM and dim % 2 == 0
     return len(q) > 0 and has_good_dim and all(other.shape[2] == dim for other in others)
@@ -331,8 +318,7 @@ def attend(
     """Compute `attention.attention` by the compiled kernel: `[rows, heads, head_dim]`, arguments as there.
 
     Only the sinks are checked, and the kernel reads by address: `attends` and `library.kernels_for` must accept the
-    tensors, and positions must be below the number of keys. A row that sees no key gets NaN. Raises ValueError for a
-    wrong number of sinks, and MemoryError or torch's RuntimeError without memory.
+    tensors, and positions must be below the number of keys. A row that sees no key gets NaN.
     """
     out = torch.empty(q.shape, dtype=q.dtype)
     call = _attention(run, q, k, visible, scale=scale, softcap=softcap, sinks=sinks)
@@ -358,8 +344,7 @@ def mass(
     """Compute `attention_mass.attention_mass` by the compiled kernel; arguments and result as there.
 
     Only the sinks are checked; otherwise the tensors must be as `attend` needs them. A row that sees no key gets NaN,
-    and keys up to it may receive NaN. Raises ValueError for a wrong number of sinks, and MemoryError or torch's
-    RuntimeError without memory.
+    and keys up to it may receive NaN.
     """
     by_segment = torch.empty(len(q), len(bounds) - 1, dtype=torch.float32)
     parts = -(-len(q) // _MASS_ROWS)

@@ -39,20 +39,14 @@ class Kernels:
 
 
 def kernels() -> Kernels | None:
-    """Return the kernels that this process uses; None = torch's.
-
-    They are loaded and checked at the first call. Kernels whose results are wrong are not used. If
-    `$CACHECRAFT_CPU_KERNELS` names neither `torch` nor instructions that are available, the fastest available ones are
-    used. A warning is logged in both cases, once for each value of the variable. Raises nothing.
-    """
+    """Return the kernels that this process uses, loaded and checked at the first call; None = torch's."""
     return _chosen(os.environ.get(SETTING, ""))[0]
 
 
 def kernels_for(*tensors: Tensor) -> Kernels | None:
     """Return the kernels if they support these tensors, else None.
 
-    Supported are CPU tensors of one dtype, float32 or bfloat16, with a contiguous last dimension. Raises IndexError
-    without tensors.
+    Supported are CPU tensors of one dtype, float32 or bfloat16, with a contiguous last dimension.
     """
     first = tensors[0]
     if first.dtype not in _DTYPES or not first.is_cpu:
@@ -70,10 +64,7 @@ def description() -> str:
 
 
 def reason() -> str:
-    """Return why torch's kernels are used, in a few words; "" if the compiled kernels are used.
-
-    Loads and checks the compiled kernels first, as `kernels` does. Raises nothing.
-    """
+    """Return why torch's kernels are used, in a few words; "" if the compiled kernels are used."""
     return _chosen(os.environ.get(SETTING, ""))[1]
 
 
@@ -81,8 +72,8 @@ def reason() -> str:
 def available(folder: Path = Path(__file__).parent) -> dict[str, Kernels]:
     """Return the compiled kernels that this CPU can run, by instructions, the fastest last; empty if there are none.
 
-    They are those of the first library in `folder` that can be loaded. A library that cannot be loaded raises nothing:
-    it is left out, with a line in the debug log. The result is kept for the process, so do not change it.
+    They are those of the first library in `folder` that can be loaded. The result is kept for the process, so do not
+    change it.
     """
     for path in sorted(
         [*folder.glob("native*.so"), *folder.glob("native*.pyd"), *folder.glob("native*.dylib")]

@@ -382,13 +382,7 @@ def attend(
 
     Returns:
         Output and mass, see `Attended`: without `v` there is no output, and without `bounds` no mass. A row that sees
-        no key has an output and a mass of zeros.
-
-    Raises:
-        ValueError: shapes, strides or dtypes do not fit together, or the number of sinks is wrong.
-        IndexError: in Triton's interpreter, an absent key is not below `keys`; on a GPU torch reports it later, as a
-            RuntimeError.
-        RuntimeError: torch's own, without memory on the device.
+            no key has an output and a mass of zeros.
     """
     rows, heads, head_dim = q.shape
     kv_heads = check_attention(q, k, v, visible)

@@ -16,11 +16,9 @@ DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
 
 def uses_triton(x: Tensor) -> bool:
-    """Return True if the Triton kernels take this tensor: on a CUDA device, or on a CPU under Triton's interpreter.
+    """Return True if the Triton kernels take this tensor: on a CUDA device, or on a CPU under the interpreter.
 
-    Returns False for dtypes other than float32, bfloat16 and float16, and where Triton is not installed. The first call
-    for a device launches a kernel. If that fails, torch's operations run on this device in this process, and a warning
-    says why; nothing is raised.
+    If the first launch on a device fails, torch's operations run there, with a warning.
 
     >>> uses_triton(torch.zeros(1, dtype=torch.float64))
     False
@@ -31,10 +29,7 @@ def uses_triton(x: Tensor) -> bool:
 
 
 def interpreted() -> bool:
-    """Return True if this process runs Triton's interpreter, that is if `$TRITON_INTERPRET` is 1.
-
-    The variable must be set before Triton is imported.
-    """
+    """Return True if Triton's interpreter runs; `$TRITON_INTERPRET` must be set before Triton is imported."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 

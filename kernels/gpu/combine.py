@@ -80,12 +80,9 @@ def combine(
         dtype: dtype of the first result.
 
     Returns:
-        The output `[rows, heads, head_dim]`, lse float32 `[rows, heads]` and mass float32 `[rows, heads, segments]`.
-        Returns None for the output without `parts`, and for the mass without `masses`. With one split, the results are
-        views of the arguments, and `dtype` is ignored. A row without a visible key has an lse of -inf, and an output
-        and a mass of zeros.
-
-    Raises torch's RuntimeError without memory on the device. Shapes are not checked.
+        Output `[rows, heads, head_dim]`, lse float32 `[rows, heads]` and mass float32 `[rows, heads, segments]`; with
+            one split, views of the arguments. A row without a visible key has an lse of -inf, and an output and a mass
+            of zeros.
     """
     splits, rows, heads = lses.shape
     if splits == 1:

@@ -60,18 +60,11 @@ def _shift_stale(
 def shift_stale(merged: Tensor, shifts: Tensor, owner: Tensor, *, cos: Tensor, sin: Tensor) -> None:
     """Add each chunk's raw change to its stale tokens; the change of a key is first rotated to the token's position.
 
-    Returns None, and does nothing without chunks.
-
     Args:
         merged: `[2, keys, kv_heads, head_dim]`, rotated keys and values; changed in place.
         shifts: `[chunks, 2, kv_heads, head_dim]`, raw.
         owner: int32 `[keys]`, chunk of each stale token; -1 = the token is not stale and neither read nor written.
-        cos: `[keys, rotary_dim]`, for all positions.
-        sin: like `cos`.
-
-    Raises:
-        ValueError: shapes do not fit together, rotary_dim is odd or above head_dim, or the tokens of `merged` are not
-            contiguous. The numbers in `owner` are not checked.
+        cos, sin: `[keys, rotary_dim]`, for all positions.
     """
     two, keys, kv_heads, head_dim = merged.shape
     if two != 2 or shifts.shape[1:] != (2, kv_heads, head_dim):

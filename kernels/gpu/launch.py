@@ -18,9 +18,7 @@ def device_of(tensor: Tensor) -> AbstractContextManager[object]:
 
 
 def ceil_div(numerator: int, denominator: int) -> int:
-    """Return the quotient, rounded up. Raises ZeroDivisionError for a denominator of 0.
-
-    Triton's `cdiv` is a jitted function, whose call from Python takes longer.
+    """Return the quotient, rounded up; Triton's `cdiv` is a jitted function, whose call takes longer.
 
     >>> ceil_div(33, 16)
     3

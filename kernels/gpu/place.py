@@ -78,11 +78,7 @@ def _place(
 
 @cache
 def layer_numbers(layers: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return layer numbers on the device, int32 `[layers]`.
-
-    A model has few kinds of layers, so the tensors are kept: equal arguments give the same tensor, which must not be
-    changed.
-    """
+    """Return layer numbers on the device, int32 `[layers]`; equal arguments give the same tensor."""
     return torch.tensor(layers, dtype=torch.int32, device=device)
 
 
@@ -97,20 +93,13 @@ def place(
 ) -> None:
     """Write a stored chunk-cache to its new positions: all layers that rotate alike in one launch.
 
-    Returns None, and writes nothing without tokens or without layers.
-
     Args:
         merged: `[layers, 2, keys, kv_heads, head_dim]`, rotated keys and values; the heads of a key are adjacent.
         chunk: `[layers, 2, tokens, kv_heads, head_dim]`, raw keys and values; the heads of a key are adjacent. It may
             be a view of a tensor with more tokens or more heads.
         start: the chunk's new first position.
-        cos: `[positions, rotary_dim]`, for all positions.
-        sin: like `cos`.
+        cos, sin: `[positions, rotary_dim]`, for all positions.
         layers: numbers of the layers to write, which are not checked; None = all.
-
-    Raises:
-        ValueError: shapes or strides do not fit together, rotary_dim is odd, or the chunk does not lie within the
-            positions of `merged`, `cos` and `sin`.
     """
     all_layers, two, tokens, kv_heads, head_dim = chunk.shape
     if two != 2 or merged.shape[:2] != (all_layers, 2) or merged.shape[3:] != (kv_heads, head_dim):

@@ -115,23 +115,7 @@ def received(
 ) -> Tensor:
     """Return the attention to each key from all rows together, averaged over heads, without own positions.
 
-    Args:
-        q: as in `attend`.
-        k: as in `attend`.
-        lse: float32 `[rows, heads]`, from the result of `attend`.
-        visible: as in `attend`.
-        scale: as in `attend`.
-        softcap: as in `attend`.
-        tiling: as in `attend`.
-
-    Returns:
-        float32 `[keys]`; 0 for a key that no row sees.
-
-    Raises:
-        ValueError: shapes, strides or dtypes do not fit together.
-        IndexError: in Triton's interpreter, an absent key is not below `keys`; on a GPU torch reports it later, as a
-            RuntimeError.
-        RuntimeError: torch's own, without memory on the device.
+    `lse`, float32 `[rows, heads]`, is that of `attend`, the other arguments as there. The result is float32 `[keys]`.
     """
     rows, heads, _ = q.shape
     kv_heads = check_attention(q, k, None, visible)

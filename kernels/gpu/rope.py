@@ -83,11 +83,9 @@ def _rotate(
 
 @cache
 def halves(head_dim: int, rotary_dim: int) -> dict[str, int]:
-    """Return the constants of a kernel that rotates: HALF, REST, BLOCK_HALF and BLOCK_REST.
+    """Return a rotating kernel's constants: half of `rotary_dim`, the dimensions not rotated, and both as blocks.
 
-    HALF is half of `rotary_dim`, and REST the number of dimensions that are not rotated. The other two are the same,
-    rounded up to a power of two that is at least 1. Equal arguments give the same mapping, so do not change it. Raises
-    ValueError if `rotary_dim` is odd or greater than `head_dim`.
+    Blocks are rounded up to a power of two. Equal arguments give the same mapping, so do not change it.
     """
     if rotary_dim % 2 or rotary_dim > head_dim:
         raise ValueError(f"{rotary_dim} dimensions of {head_dim} cannot be rotated in pairs")
@@ -107,12 +105,6 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, out: Tensor | None = None) ->
         x: `[tokens, heads, head_dim]`, raw; a head's dimensions side by side.
         cos, sin: `[tokens, rotary_dim]`, the rows of the positions wanted; rotary_dim ≤ head_dim.
         out: output tensor with the shape of `x`, not overlapping it; by default a new tensor.
-
-    Returns:
-        `out` or the new tensor, `[tokens, heads, head_dim]`.
-
-    Raises:
-        ValueError: shapes do not fit together, rotary_dim is odd, or a head's dimensions are not side by side.
     """
     tokens, heads, head_dim = x.shape
     if out is None:

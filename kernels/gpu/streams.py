@@ -26,14 +26,7 @@ def launched(device: torch.device) -> torch.cuda.Event | None:
 
 
 def wait_on_stream(event: torch.cuda.Event | None, *tensors: Tensor) -> None:
-    """Let this thread's later work wait for an event, and keep the memory of these tensors until that work is done.
-
-    Args:
-        event: from `launched`, possibly of another thread.
-        tensors: tensors on one device that the later work reads; at least one.
-
-    Does nothing without an event. Raises IndexError for an event without tensors.
-    """
+    """Let this thread's later work wait for an event of `launched`, and keep the memory that it reads until then."""
     if event is None:
         return
     stream = torch.cuda.current_stream(tensors[0].device)
@@ -43,10 +36,7 @@ def wait_on_stream(event: torch.cuda.Event | None, *tensors: Tensor) -> None:
 
 
 def wait_on_host(device: torch.device) -> None:
-    """Block until all work is done that this thread has launched on the device's current stream.
-
-    Returns at once on a CPU. Raises torch's RuntimeError if a kernel has failed.
-    """
+    """Block until all work is done that this thread has launched on the device's current stream."""
     event = launched(device)
     if event is not None:
         event.synchronize()
@@ -54,10 +44,7 @@ def wait_on_host(device: torch.device) -> None:
 
 @cache
 def copy_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the stream on which this process copies chunk-caches to a GPU, beside the layers that are computed.
-
-    It is the same for each call with a device. Raises torch's ValueError or RuntimeError for a CPU.
-    """
+    """Return the one stream on which this process copies chunk-caches to a GPU, beside computing."""
     return torch.cuda.Stream(device)
 
 
@@ -73,10 +60,7 @@ class LayersInFlight:
         self._events: deque[torch.cuda.Event] = deque()
 
     def add(self) -> None:
-        """Count the layer that was just launched; block while more than two are in flight.
-
-        Does nothing on a CPU. Raises torch's RuntimeError if a kernel has failed.
-        """
+        """Count the layer that was just launched; block while more than two are in flight on a GPU."""
         event = launched(self._device)
         if event is None:
             return
@@ -85,9 +69,6 @@ class LayersInFlight:
             self._events.popleft().synchronize()
 
     def wait(self) -> None:
-        """Block until every layer that `add` counted is computed; returns at once on a CPU.
-
-        Raises torch's RuntimeError if a kernel has failed.
-        """
+        """Block until every layer that `add` counted is computed; returns at once on a CPU."""
         while self._events:
             self._events.popleft().synchronize()

@@ -49,13 +49,9 @@ class Tiling:
     def of(cls, q: Tensor, *, pairs: int | None = None, has_mass: bool = False) -> Self:
         """Choose a tile by head_dim and dtype.
 
-        Args:
-            q: `[rows, heads, head_dim]`.
-            pairs: rows times query heads of a group, of a kernel that decode steps launch. Up to 16 pairs get the
-                smallest tile, and more get the largest. None = the largest tile.
-            has_mass: True for a kernel that sums up mass, which takes registers.
-
-        Without a GPU, the result is that for a data centre's GPU.
+        `pairs` are rows times query heads of a group, of a kernel that decode steps launch: up to 16 get the smallest
+        tile, and more the largest, as None does. `has_mass` is True for a kernel that sums up mass, which takes
+        registers.
         """
         is_wide = q.dtype == torch.float32
         head_dim = q.shape[-1]
@@ -79,15 +75,7 @@ class Tiling:
         return cls(largest, keys, warps, stages)
 
     def splits(self, device: torch.device, *, programs: int, keys: int) -> int:
-        """Return the number of programs that share a tile's keys, to fill the device: from 1 to 64.
-
-        Args:
-            device: device of the tensors.
-            programs: number of programs without splitting.
-            keys: number of keys.
-
-        Raises ZeroDivisionError for 0 programs.
-        """
+        """Return how many programs, 1 to 64, share a tile's keys, to fill the device."""
         wanted = -(-_PROGRAMS_PER_PROCESSOR * _processors(device) // programs)
         fewest = max(1, keys // max(_LEAST_KEYS, self.keys))
         return max(1, min(wanted, fewest, _MOST_SPLITS))
@@ -95,11 +83,7 @@ class Tiling:
     def constants(
         self, q: Tensor, visible: Visibility, *, absent: Tensor | None, softcap: float | None
     ) -> dict[str, object]:
-        """Return the constants and launch options that the kernels share, by the names of the kernels' parameters.
-
-        They are in a new dict: sizes, the flags of `visible`, `absent` and `softcap`, and how to compute. Raises
-        nothing.
-        """
+        """Return the constants and launch options that the kernels share, by the names of the kernels' parameters."""
         return {
             "HEAD_DIM": q.shape[-1],
             "BLOCK_D": max(16, power_of_two(q.shape[-1])),
@@ -149,11 +133,7 @@ class _AbsentMask:
 
 
 def absent_mask(visible: Visibility, keys: int) -> Tensor | None:
-    """Return a mask of the absent keys, uint8 `[keys]`, 1 where a key is absent; None without `visible.absent`.
-
-    It is made once for a `visible` and kept there. Raises IndexError if an absent key is not below `keys`; on a GPU
-    torch reports it later, as a RuntimeError.
-    """
+    """Return a mask of absent keys, uint8 `[keys]`, made once for a `visible`; None without `visible.absent`."""
     return visible.prepared(_AbsentMask(keys))
 
 
@@ -201,20 +181,9 @@ def load_pairs(
 ):
     """Load a tile of pairs: a row and one of the query heads that share a key/value head.
 
-    Returns the row and the query head of each pair, both `[BLOCK_M]` as they come from `pair`, its position, int32
-    `[BLOCK_M]`, and its query `[BLOCK_M, BLOCK_D]` in the dtype of `q`. Pairs that are not live have the position -1
-    and a query of zeros; so have the dimensions from HEAD_DIM to BLOCK_D.
-
-    Args:
-        q: queries, read at `row · q_row + query head · q_head + dimension`.
-        positions: position of each row in the prompt.
-        pair: `[BLOCK_M]`, numbers of pairs: row · GROUP + number of the query head in its group.
-        live: `[BLOCK_M]`, False for pairs beyond the last row.
-        head: number of the key/value head.
-        q_row, q_head: numbers from a row, and from a head, to the next.
-        GROUP: query heads that share a key/value head.
-        HEAD_DIM: dimensions of a head.
-        BLOCK_D: HEAD_DIM rounded up to a power of two.
+    Returns row and query head of each `pair` (row · GROUP + head in its group), its position int32 `[BLOCK_M]`, and its
+    query `[BLOCK_M, BLOCK_D]`. Pairs that are not `live` have the position -1 and a query of zeros; so have the
+    dimensions from HEAD_DIM to BLOCK_D. `q_row` and `q_head` are the numbers from a row, and from a head, to the next.
     """
     row = pair // GROUP
     query_head = head * GROUP + pair % GROUP

@@ -198,7 +198,7 @@ def test_the_table_shows_what_was_tried_and_what_is_written(home: Path) -> None:
     )
     assert "6 questions are few" in shown
     assert f"written to {home / 'table' / 'calibration.json'}" in shown
-    assert "ReuseConfig(alpha=…) overrides it" in shown
+    assert "ReuseConfig().with_method(alpha=…) overrides it" in shown
 
 
 def test_the_other_half_checks_the_promise(home: Path) -> None:

@@ -64,12 +64,7 @@ class Questions:
     def load(self, read: Callable[[Path, str | None], QuestionFile] | None = None) -> Dataset:
         """Return the questions of a file or of a named test set, or those of the sample handbook if neither is given.
 
-        Args:
-            read: reads a file in the format named; None = the formats of `evaluation.formats`.
-
-        Raises ConfigError for options that do not fit together or are out of range, and for an unknown format or half;
-        CacheCraftError if the installation lacks the test set or the handbook; DocumentError for a file that cannot be
-        read, is in no known format, is malformed, or holds no questions.
+        `read` reads a file in the format named; None = the formats of `evaluation.formats`.
         """
         from cachecraft_rag.evaluation.dataset import handbook_dataset, load_dataset
         from cachecraft_rag.evaluation.formats import read_source
@@ -134,7 +129,7 @@ class Measuring:
         origin: OriginCondition,
         kind: type[ChunkCacheStore] | None = None,
     ) -> tuple[dict[str, object], list[Record]]:
-        """Measure what the folder's records lack, and append each measurement to them at once.
+        """Measure what the folder's records lack, appending each at once; return the settings and all records.
 
         The model is loaded for this, with a store in a hidden folder inside `out` that is removed afterwards. Progress
         goes to stderr.
@@ -143,20 +138,6 @@ class Measuring:
             methods: methods to measure, each at each recompute ratio if it takes one.
             origin: how chunks are captured before a question reuses them.
             kind: class of the store, for experiments that change its look-ups.
-
-        Returns:
-            The settings as they are written to the folder (`EvaluationSettings.describe`), and all its records.
-
-        Raises:
-            ConfigError: ratios, a warm-up, a device or a folder that cannot be used, or a folder with damaged records
-                or records of other settings; no method; data that cannot provide the origin; or the extra `eval` is not
-                installed.
-            ModelNotFoundError, UnsupportedModelError: the model cannot be loaded, or failed its self-check.
-            ContextLengthError: a question and its passages do not fit the model's context.
-            StoreError: the store of chunk-caches in the folder cannot be used.
-            OSError: a measurement cannot be written, such as on a full disk.
-            RuntimeError, MemoryError: there is no memory for the model, or it fails.
-            SystemExit: in the main thread, for SIGTERM (exit code 143) or SIGHUP (129). What was measured stays.
         """
         from cachecraft_rag.evaluation import runner
         from cachecraft_rag.evaluation.measuring import trials_of
@@ -182,9 +163,7 @@ class Measuring:
 
 
 def recompute_ratios(text: str) -> list[float | None]:
-    """Return the recompute ratios of a comma-separated list, in order; None for "auto".
-
-    Raises ConfigError for other text, "", NaN and infinities. The range of the ratios is not checked.
+    """Return the recompute ratios of a comma-separated list, in order, unchecked; None for "auto".
 
     >>> recompute_ratios("auto, 0.15")
     [None, 0.15]
@@ -239,10 +218,7 @@ def evaluate(
 
 
 def require_packages() -> None:
-    """Raise ConfigError if rouge-score, the package of the extra `eval`, is missing; return None otherwise.
-
-    To be called before the first measurement needs it.
-    """
+    """Raise ConfigError if rouge-score, of the extra `eval`, is missing, before the first measurement needs it."""
     from cachecraft_rag.evaluation.metrics import rouge_l
 
     rouge_l("one", "two")
@@ -258,15 +234,8 @@ def show_report(
 ) -> None:
     """Write the report to `report.md` in the folder, as Markdown, and print a shorter one to stdout.
 
-    An earlier page is replaced. Right, lost and won answers are left out if the questions have no gold answers.
-
-    Args:
-        described: the settings of the measurement, see `EvaluationSettings.describe`; they head the page.
-        folder: an existing folder.
-        figures: file names of images in the folder that the page shows.
-        as_json: print the whole report as one line of JSON instead of tables.
-
-    Raises ConfigError if the page cannot be written.
+    `described` heads the page, see `EvaluationSettings.describe`; `figures` are file names of images in the folder.
+    `as_json` prints the whole report as one line instead of tables.
     """
     from cachecraft_rag.evaluation.report import full_answers, markdown
 

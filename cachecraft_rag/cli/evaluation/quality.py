@@ -82,11 +82,7 @@ def quality(
 
 
 def print_report(report: QualityReport) -> None:
-    """Print a report to stdout as tables; of exact answers only the number, because nothing was compared.
-
-    Prints nothing else if all answers were exact. Early termination has a table only if some answers ended early and
-    others did not, and the worst answers have one only if there are such answers.
-    """
+    """Print a report to stdout as tables; of exact answers only the number, because nothing was compared."""
     if report.exact:
         out.print(
             f"{options.counted(report.exact, 'exact answer')}: all chunks were computed or reused without a change, as "

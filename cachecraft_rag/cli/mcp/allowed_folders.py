@@ -29,11 +29,7 @@ class AllowedFolder:
 class AllowedFolders:
     """The folders that the operator allowed; everything outside them is refused.
 
-    Args:
-        folders: paths of folders.
-
-    Raises:
-        ConfigError: one of them is not a folder.
+    ConfigError if one of the paths is not a folder.
     """
 
     def __init__(self, folders: Iterable[Path]) -> None:
@@ -55,15 +51,9 @@ class AllowedFolders:
     def path_of(self, text: str) -> Path:
         """Return where a path that an agent sent leads, if that is an allowed folder or below one.
 
-        Args:
-            text: an absolute path, one below `~`, or one relative to an allowed folder (the first that has it).
-
-        Returns:
-            The path without links and `..` below the allowed folder's own name.
-
-        Raises:
-            DocumentError: the path is empty or holds a NUL, or it leads out of the allowed folders, to a hidden file or
-                folder, or nowhere. For a path outside, the message does not say whether it exists.
+        It is absolute, below `~`, or relative to the first allowed folder that has it; the result has no links or `..`.
+        DocumentError if it leads out of the allowed folders (the message does not say whether it exists), to a hidden
+        file or folder, or nowhere.
         """
         if not text.strip():
             raise DocumentError(f"the path is empty; name a file or folder below {self}")
@@ -100,13 +90,7 @@ class AllowedFolders:
         a link that replaces a part of it meanwhile is refused. Systems that cannot do that (Windows) open the real path
         by its name, and compare afterwards what was opened with what is there.
 
-        Args:
-            path: the file or folder.
-            flags: as in `os.open`; with `os.O_DIRECTORY` for a folder.
-
-        Raises:
-            OutsideError: the path leads out of the allowed folders, changed while it was opened, or is of another kind.
-            OSError: it cannot be opened.
+        OutsideError if the path leads out of the allowed folders, changed while it was opened, or is of another kind.
         """
         real = Path(os.path.realpath(path))
         if not any(real.is_relative_to(folder.real) for folder in self._folders):

@@ -39,9 +39,6 @@ class Address:
     def parse(cls, text: str) -> Address:
         """Return the address in `HOST:PORT`, `:PORT` or `PORT`; without a host it is 127.0.0.1.
 
-        Raises:
-            ConfigError: the address has another form.
-
         >>> Address.parse("8080"), Address.parse("[::1]:8080").host
         (Address(host='127.0.0.1', port=8080), '::1')
         """
@@ -62,14 +59,7 @@ class Address:
         return self.host in (LOOPBACK, "localhost", "::1")
 
     def listen(self) -> socket.socket:
-        """Return a socket that listens here; the caller closes it.
-
-        Raises:
-            ConfigError: the system refuses: the port is taken or needs more rights, or the host is unknown or not this
-                computer's.
-            OverflowError: the port is not between 0 and 65535; `parse` refuses such a port.
-            TypeError: no host can have this name; `parse` refuses it.
-        """
+        """Return a socket that listens here; the caller closes it. ConfigError if the system refuses."""
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         try:
             return socket.create_server((self.host, self.port), family=family)
@@ -80,12 +70,7 @@ class Address:
 
 
 def server_of(tools: DocumentTools, *, folders: str, verbose: bool = False) -> MCPServer[None]:
-    """Return a server with the tools `search`, `ask` and, with `folders`, `index`; it does not run yet.
-
-    Args:
-        folders: the allowed folders, for the agent; empty: the tool `index` is left out.
-        verbose: log each request on stderr.
-    """
+    """Return a server with the tools `search`, `ask` and, if `folders` names allowed ones, `index`."""
     instructions = _INSTRUCTIONS + (_INDEX_INSTRUCTIONS.format(folders=folders) if folders else "")
     server: MCPServer[None] = MCPServer(
         "cachecraft",
@@ -107,8 +92,7 @@ def server_of(tools: DocumentTools, *, folders: str, verbose: bool = False) -> M
 def serve_http(server: MCPServer[None], address: Address, listening: socket.socket) -> None:
     """Serve streamable HTTP at `/mcp` on a socket until the process ends.
 
-    On this computer's own addresses the SDK refuses requests that name another host (DNS rebinding). Errors of a
-    request become its reply and are not raised.
+    On this computer's own addresses the SDK refuses requests that name another host (DNS rebinding).
     """
     app = server.streamable_http_app(streamable_http_path=PATH, host=address.host)
     config = uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=GRACE_S)
@@ -128,18 +112,11 @@ class ServerThread:
         self._thread = threading.Thread(target=self._run, name="mcp", daemon=True)
 
     def start(self) -> None:
-        """Begin to serve, in a daemon thread, and return at once.
-
-        Raises RuntimeError for a second call, and if the system has no room for a thread.
-        """
+        """Begin to serve, in a daemon thread, and return at once. Only once."""
         self._thread.start()
 
     def wait(self) -> None:
-        """Wait until the server ends: over stdio when its client has left, over HTTP not before Ctrl-C.
-
-        Returns None if it ended without an error. Raises what the server raised, KeyboardInterrupt at Ctrl-C, and
-        RuntimeError before `start`.
-        """
+        """Wait until the server ends: over stdio when its client has left, over HTTP not before Ctrl-C."""
         self._thread.join()
         if self._error is not None:
             raise self._error

@@ -72,13 +72,6 @@ LOADING_CONSTANTS = LoadingConstants()
 def preload_depth(layers: int, *, prefill_s: float, load_s: float) -> int:
     """Return how many layers must be loaded before the first is computed, to compute without a gap (eq. 16).
 
-    The result is rounded up and from 1 to `layers`; it is 1 unless loading takes longer than computing.
-
-    Args:
-        layers: number of layers.
-        prefill_s: seconds to compute all layers, without loading.
-        load_s: seconds to load all layers, without computing.
-
     >>> preload_depth(5, prefill_s=1.0, load_s=2.0)  # Fig. 19: 4 · (1 - 1/2) + 1
     3
     >>> preload_depth(5, prefill_s=2.0, load_s=1.0)  # computing takes longer: one is enough
@@ -94,15 +87,7 @@ def tokens_to_compute(
 ) -> float:
     """Return how many tokens to compute instead of loading, so that both finish together; may be a fraction.
 
-    The result is negative if loading ends first anyway. It is not limited by the number of tokens to load.
-
-    Args:
-        load_s: remaining seconds of loading.
-        compute_s: remaining seconds of computing.
-        load_token_s: seconds to load a token.
-        compute_token_s: seconds to compute a token.
-
-    Raises ZeroDivisionError if both times per token are 0.
+    `load_s` and `compute_s` are what remains without them. Negative if loading ends first anyway.
 
     >>> tokens_to_compute(load_s=3.0, compute_s=1.0, load_token_s=0.03, compute_token_s=0.01)  # 3 - .03 n = 1 + .01 n
     50.0
@@ -145,9 +130,8 @@ class LoadSplit:
         """Return the number of tokens in the next piece of the front, and True if the last pass includes them.
 
         False means that a separate pass computes the piece first; then the next piece is decided. The number may be a
-        fraction. It may exceed that of the waiting tokens while the speed of computing is unknown. (0.0, True) means
-        that the last pass is next and that no token is computed instead of loaded. That is also the result if no tokens
-        are waiting. Raises nothing.
+        fraction, and exceed that of the waiting tokens while the speed of computing is unknown. (0.0, True) means that
+        the last pass is next and that no token is computed instead of loaded.
         """
         if not self.waiting:
             return 0.0, True
@@ -175,10 +159,7 @@ class LoadSplit:
 
     @property
     def loads_soon(self) -> bool:
-        """True if loading ends so soon that computing need not be considered: within `soon_s` seconds at this rate.
-
-        For a rate of 0, True only if no bytes are left.
-        """
+        """True if loading ends within `soon_s` seconds at this rate, so that computing need not be considered."""
         return self.bytes_left <= self.constants.soon_s * self.bytes_per_s
 
     @property
@@ -187,35 +168,23 @@ class LoadSplit:
         return len(np.union1d(self.own_positions, self.waiting)) == self.tokens
 
     def load_first(self) -> bool:
-        """Return True if loading should finish before the last pass, because readers would slow that pass down.
-
-        That is so if they keep at least `LoadingConstants.busy_cores` cores busy. False if they keep fewer, if no
-        tokens are waiting, if computing a front pays off, or while the speed of computing is unknown or the rate of
-        loading is 0.
-        """
+        """Return True if loading should finish before the last pass, because readers would slow that pass down."""
         if not self.waiting or not self.speed.known or self.bytes_per_s <= 0.0:
             return False
         return self.busy_cores >= self.constants.busy_cores and self.share() == 0.0
 
     @property
     def load_s(self) -> float:
-        """Remaining seconds of loading at the current rate, 0.0 without bytes left.
-
-        Raises ZeroDivisionError for a rate of 0.
-        """
+        """Remaining seconds of loading at the current rate, 0.0 without bytes left."""
         return self.bytes_left / self.bytes_per_s
 
     def share(self, *, layers_left: float = 1.0) -> float:
         """Return how many tokens the front should have, so that computing and loading finish together.
 
-        Args:
-            layers_left: fraction of the layers whose loading the front still saves.
-
-        Returns the number of all waiting tokens for a rate of 0. Returns 0.0 if no tokens are waiting, no bytes are
-        left, computing a front would save too little, or the first extent would take more time to compute than it
-        saves. Any other number reaches to the end of an extent, or is a fraction after the last end in `extent_ends`.
-        Raises AssertionError if the speed of computing is unknown and neither the rate, the number of waiting tokens
-        nor that of bytes is 0.
+        `layers_left` is the fraction of the layers whose loading the front still saves. The result is all waiting
+        tokens for a rate of 0, and 0.0 if computing a front would save too little, or its first extent takes more time
+        to compute than it saves. Otherwise it reaches to the end of an extent, or is a fraction after the last end in
+        `extent_ends`.
         """
         count = len(self.waiting)
         if not count or self.bytes_per_s <= 0.0:
@@ -261,7 +230,7 @@ class LoadSplit:
 
     @property
     def load_token_s(self) -> float:
-        """Mean seconds to load a waiting token. Raises ZeroDivisionError without any, or for a rate of 0."""
+        """Mean seconds to load a waiting token."""
         return self.load_s / len(self.waiting)
 
     def _token_s(self, front_tokens: int) -> float:
@@ -270,10 +239,7 @@ class LoadSplit:
         return self.speed.seconds(self._extra_rows(front), passes=0) / len(front)
 
     def rest_s(self) -> float:
-        """Return the seconds to compute all that is left in one pass: `rows` and all waiting positions.
-
-        Raises AssertionError unless `speed.known`.
-        """
+        """Return the seconds to compute all that is left in one pass: `rows` and all waiting positions."""
         rows = self.rows + self._extra_rows(self.waiting)
         return self.speed.whole_s(rows) if self.is_untouched else self.speed.seconds(rows)
 
@@ -292,10 +258,7 @@ class LoadSplit:
         return self.speed.rows(added)
 
     def optimistic(self) -> LoadSplit:
-        """Return the same state at the highest rate that loading may still reach.
-
-        Returns this object itself if the rate is settled, or nothing has been loaded: the rate is an upper bound then.
-        """
+        """Return the same state at the highest rate that loading may still reach."""
         if self.is_settled or not self.has_loaded:
             return self
         return self._at(self.constants.optimism)
@@ -333,12 +296,7 @@ class LayerWise:
         return WaitCondition("nothing")
 
     def before_pass(self, split: LoadSplit, layers: int) -> WaitCondition:
-        """Return the condition to wait for before the next pass: enough layers to compute without a gap (eq. 16).
-
-        It is the number of layers of `preload_depth`. That is one layer while the rate of loading is 0, otherwise all
-        layers while the speed of computing is unknown and bytes are left. The wait has no limit of time, and the order
-        of loading stays.
-        """
+        """Wait for enough layers to compute without a gap (eq. 16); one while the rate of loading is 0."""
         prefill_s = split.speed.seconds(split.rows) if split.speed.known else 0.0
         load_s = split.load_s if split.bytes_per_s > 0.0 else 0.0
         return WaitCondition(preload_depth(layers, prefill_s=prefill_s, load_s=load_s))
@@ -362,11 +320,9 @@ class Cake(LayerWise):
     computes_front = True
 
     def first_look(self, split: LoadSplit) -> WaitCondition:
-        """Return the condition to wait for before the first decision.
+        """Wait before the first decision, unless the rate is settled, for everything: `first_look_s` at most.
 
-        It is "nothing" if the rate of loading is settled. Otherwise it is "all", for `first_look_s` seconds at most,
-        and for at most `first_look_fraction` of the time to compute all that is left, if the speed of computing is
-        known.
+        Nor longer than `first_look_fraction` of the time to compute all that is left, if that is known.
         """
         if split.is_settled:
             return WaitCondition("nothing")
@@ -377,12 +333,7 @@ class Cake(LayerWise):
         )
 
     def before_pass(self, split: LoadSplit, layers: int) -> WaitCondition:
-        """Return the condition to wait for before the next pass.
-
-        While neither the speed of computing is known nor the rate of loading settled: "all soon", for `settle_s`
-        seconds at most. If loading should finish first (`LoadSplit.load_first`): "all", for at most twice the expected
-        time, and layer by layer from now on. Otherwise: "nothing". `layers` is not used.
-        """
+        """Wait before a pass, if nothing is known or `LoadSplit.load_first`: then layer by layer from now on."""
         if not (split.speed.known or split.is_settled):
             return WaitCondition("all soon", split.constants.settle_s)
         if split.load_first():
@@ -390,11 +341,7 @@ class Cake(LayerWise):
         return WaitCondition("nothing")
 
     def next_piece(self, split: LoadSplit) -> tuple[float, bool]:
-        """Return the number of tokens in the next piece of the front, and True if the last pass includes them.
-
-        False means that a separate pass computes the piece first. (0.0, True) means that no token is computed instead
-        of loaded, as without waiting tokens. It is the decision of `LoadSplit.next_piece`.
-        """
+        """Same as `LoadSplit.next_piece`."""
         return split.next_piece()
 
 

@@ -51,10 +51,7 @@ class ComputeSpeed:
         self._last_pass_s: float | None = None
 
     def rows(self, positions: Sequence[int] | NDArray[np.int64]) -> float:
-        """Return the cost of rows at these positions `[rows]`, in units of a row that attends to no keys.
-
-        A row at position p attends to p keys. The cost is 0.0 without positions.
-        """
+        """Return the cost of rows at these positions; a row at p attends to p keys, and one without keys costs 1."""
         keys = np.sum(positions, dtype=np.float64)
         return float(len(positions) + keys / self._keys_per_row)
 
@@ -64,20 +61,12 @@ class ComputeSpeed:
         return self._row_s is not None
 
     def seconds(self, rows: float, *, passes: float = 1.0) -> float:
-        """Return the time in seconds of rows, in the units of `rows`, in this number of passes.
-
-        Each pass adds the fixed cost of a last pass, or `piece_s` while that is not measured. Raises AssertionError
-        unless `known`.
-        """
+        """Return the time of rows, in the units of `rows`, in this number of passes with their fixed cost."""
         assert self._row_s is not None, "no pass was measured yet"
         return passes * self._fixed_s + rows * self._row_s
 
     def whole_s(self, rows: float) -> float:
-        """Return the time in seconds of one pass over a whole prompt with rows of this cost, in the units of `rows`.
-
-        It is `piece_s`, plus the rows at the speed of passes over whole prompts, or at that of other passes while no
-        such pass was measured. Raises AssertionError unless `known`.
-        """
+        """Return the time of one pass over a whole prompt with rows of this cost, in the units of `rows`."""
         assert self._row_s is not None, "no pass was measured yet"
         return self.piece_s + rows * (self._whole_row_s or self._row_s)
 
@@ -90,12 +79,9 @@ class ComputeSpeed:
         """Record a pass: its rows in units of `rows`, and its time in seconds.
 
         The first pass, and each pass of at least 96 rows (in these units), update the time per row: the first sets it,
-        and a later one moves it half of the way to the new value. A pass of kind "whole" updates that of whole prompts
-        as well. After the first pass, a last pass of fewer rows updates only the fixed cost of last passes, and so
-        short a pass of another kind updates nothing. Raises ZeroDivisionError if the first pass has 0 rows.
-
-        The fixed costs of last passes and of pieces are separate: with the former, the rows of a piece would seem
-        several times as fast as they are.
+        and a later one moves it half of the way to the new value. After the first pass, a last pass of fewer rows
+        updates only the fixed cost of last passes, and so short a pass of another kind updates nothing. With the fixed
+        cost of last passes, the rows of a piece would seem several times as fast as they are.
         """
         if rows < _FEW_ROWS and self._row_s is not None:
             if kind == "last":
@@ -119,8 +105,7 @@ class ComputeSpeed:
     def stepped(self, seconds: float) -> None:
         """Record the time in seconds of a decode step, which is almost entirely fixed cost.
 
-        The first step sets `piece_s`. After that, a step that is faster than `piece_s` replaces it, and a slower one
-        raises it by a fiftieth of the difference.
+        A faster step than `piece_s` replaces it, and a slower one raises it by a fiftieth of the difference.
         """
         if not self.piece_s:
             self.piece_s = seconds

@@ -55,10 +55,7 @@ class RecordedChunk:
         return sum(tensor.nbytes for tensor in self.tensors())
 
     def tensors(self) -> list[Tensor]:
-        """Return the tensors that this capture holds: `kv`, `mass` if it was measured, and the queries.
-
-        The list is new; the tensors are the capture's own.
-        """
+        """Return the tensors that this capture holds itself: `kv`, `mass` if it was measured, and the queries."""
         mass = () if self.mass is None else (self.mass,)
         return [self.kv, *mass, *self.queries.values()]
 
@@ -67,6 +64,13 @@ class CaptureRecorder:
     """Copies raw keys and values of newly computed chunks out of the passes of one prompt.
 
     It also keeps their queries, or adds up their attention.
+
+    Args:
+        layout: layout of a chunk-cache.
+        like: a tensor with the dtype and device of the recorded keys and values.
+        spans: (segment, start, stop) of each chunk to capture, ascending.
+        measured: `[segments + 1]`, segment bounds of the prompt, if the passes measure attention and call `add_mass`;
+            None if queries are kept instead.
     """
 
     def __init__(
@@ -77,15 +81,7 @@ class CaptureRecorder:
         *,
         measured: Sequence[int] | None = None,
     ) -> None:
-        """Make a recorder for these chunks.
-
-        Args:
-            layout: layout of a chunk-cache.
-            like: a tensor with the dtype and device of the recorded keys and values.
-            spans: (segment, start, stop) of each chunk to capture, ascending.
-            measured: `[segments + 1]`, segment bounds of the prompt, if the passes measure attention and call
-                `add_mass`; None if queries are kept instead.
-        """
+        """Make a recorder for these chunks."""
         self._measured = measured
         self._layout = layout
         self._like = like
@@ -115,10 +111,7 @@ class CaptureRecorder:
 
     @property
     def needs_keys(self) -> bool:
-        """True if queries are kept, and captures are described later with the keys of the whole prompt.
-
-        False if the passes measure the attention themselves.
-        """
+        """True if queries are kept, and captures are described later with the keys of the whole prompt."""
         return self._measured is None
 
     def with_all_heads(
@@ -126,15 +119,9 @@ class CaptureRecorder:
     ) -> CaptureRecorder:
         """Return a recorder with the heads of all tensor-parallel ranks on the first rank; it is empty on other ranks.
 
-        This recorder stays as it is. Only complete captures (`captures`) are joined. Every rank must have recorded the
-        same chunks, and calls this at the same time.
-
-        Args:
-            gather: a collective that joins the ranks' `[…, heads, head_dim]` on the first rank and returns an empty
-                tensor on the others.
-            mean: a collective that averages a statistic over the ranks.
-
-        Raises what `gather` and `mean` raise, and torch's RuntimeError without memory.
+        Only complete captures are joined. Every rank must have recorded the same chunks, and calls this at the same
+        time. The collectives: `gather` joins the ranks' `[…, heads, head_dim]` on the first rank, `mean` averages a
+        statistic.
         """
         joined = CaptureRecorder(self._layout, self._like, self._spans, measured=self._measured)
         joined.settings = self.settings
@@ -162,9 +149,7 @@ class CaptureRecorder:
     def locate(self, positions: NDArray[np.int64]) -> list[tuple[RecordedChunk, slice]]:
         """Return the captures among the ascending positions of a pass, int64 `[rows]`, each with a slice of the rows.
 
-        A chunk is captured only by a pass that computes all of its tokens. The captures are in prompt order, and new
-        ones get their memory here; the list is empty if the pass has none. Raises MemoryError without room for keys and
-        values, and torch's RuntimeError without room for the attention.
+        A chunk is captured only by a pass that computes all of its tokens. New captures get their memory here.
         """
         edges = [edge for _segment, start, stop in self._spans for edge in (start, stop)]
         edge_rows = np.searchsorted(positions, edges).tolist()
@@ -194,18 +179,11 @@ class CaptureRecorder:
         qkv: tuple[Tensor, Tensor, Tensor],
         settings: AttentionSettings,
     ) -> None:
-        """Keep one layer of these captures.
+        """Keep one layer of the captures that `locate` has returned, in place of what was kept of it.
 
-        Args:
-            layer: index of the layer.
-            places: captures and their rows, as returned by `locate`.
-            qkv: rotated queries `[rows, heads, head_dim]`, raw keys and values `[rows, kv_heads, head_dim]`.
-            settings: attention settings of the layer.
-
-        Keys and values are copied; queries are kept as views, unless the passes measure attention. Then a layer is
-        complete only after `add_mass`. The settings of a layer are added to `settings` when the layer is recorded for
-        the first time, also without captures. A layer that is recorded again replaces what was kept of it. Raises
-        torch's RuntimeError for shapes that do not fit the layout.
+        `qkv` are rotated queries `[rows, heads, head_dim]`, raw keys and values `[rows, kv_heads, head_dim]`. Keys and
+        values are copied; queries are kept as views, unless the passes measure attention. Then a layer is complete only
+        after `add_mass`.
         """
         if layer == len(self.settings):
             self.settings.append(settings)
@@ -218,15 +196,9 @@ class CaptureRecorder:
                 capture.layers.add(layer)
 
     def edges(self, places: Sequence[tuple[RecordedChunk, slice]]) -> Tensor | None:
-        """Return the bounds of the segments for which a pass measures the attention of these captures' rows.
+        """Return the bounds of the segments of which a pass measures these rows' attention, or None.
 
-        Args:
-            places: captures and their rows, as returned by `locate`.
-
-        Returns:
-            int64 `[segments + 1]` on the device of the recorded keys; the first segment is that of the system and the
-            last that of the last capture. None if the pass measures nothing, because there are no captures or they keep
-            their queries instead.
+        int64 `[segments + 1]`, from the system's segment to the last capture's.
         """
         if self._measured is None or not places:
             return None
@@ -236,15 +208,7 @@ class CaptureRecorder:
     def add_mass(
         self, layer: int, places: Sequence[tuple[RecordedChunk, slice]], mass: Tensor
     ) -> None:
-        """Add the attention that a pass measured in one layer; does nothing for a layer that was added before.
-
-        Then the layer counts as recorded. Captures that keep their queries are left as they are.
-
-        Args:
-            layer: index of the layer.
-            places: captures and their rows, as returned by `locate`.
-            mass: float32 `[rows, segments]`, attention to the segments of `edges`, see `attention_mass`.
-        """
+        """Add, once, the attention that a pass measured in one layer: float32 `[rows, segments of edges]`."""
         for capture, rows in places:
             if capture.mass is not None and layer not in capture.layers:
                 capture.mass.add_(mass[rows, : capture.segment + 1])
@@ -301,18 +265,7 @@ class AttentionAccumulator:
 
     @torch.inference_mode()
     def add_layer(self, layer: int, keys: Tensor) -> None:
-        """Add one layer.
-
-        Args:
-            layer: index of the layer.
-            keys: `[keys, kv_heads, head_dim]`, the layer's rotated keys up to the capture's end or beyond.
-
-        A layer that is added twice counts twice.
-
-        Raises KeyError if the capture holds no queries of this layer, as when the pass measured the attention, and
-        IndexError if there are no settings of this layer. Raises ValueError for a wrong number of sinks, ValueError or
-        torch's RuntimeError for other shapes that do not fit, and MemoryError or torch's RuntimeError without memory.
-        """
+        """Add one layer, once, with its rotated keys `[keys, kv_heads, head_dim]`, to the capture's end at least."""
         settings = self._settings[layer]
         visible = self._visible.setdefault(
             settings.window, Visibility(self._positions, window=settings.window)
@@ -331,11 +284,9 @@ class AttentionAccumulator:
     def statistics(self) -> AttentionStatistics:
         """Return the averages over all layers of `settings` (eq. 10) and the scores derived from them.
 
-        Layers that were not added count as 0. `inter` has one value for each segment before the capture, beginning with
-        that of the system; it is () for the system's own capture. The token scores are unknown (`inter` None) if no
-        chunk precedes the capture. Changes nothing, so it may be called again after more layers. On a GPU it waits for
-        the work that this thread has launched. Raises ZeroDivisionError if the capture or a chunk before it has no
-        tokens.
+        `inter` has one value for each segment before the capture, beginning with that of the system. The token scores
+        are unknown (`inter` None) if no chunk precedes the capture. On a GPU it waits for the work that this thread has
+        launched.
         """
         # [tokens, segments up to the capture's]
         mass = self._mass.cpu().numpy() / len(self._settings)

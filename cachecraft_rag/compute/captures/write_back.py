@@ -101,21 +101,13 @@ class WriteBackQueue:
         self._followers: weakref.WeakSet[RemovedChunks] = weakref.WeakSet()
 
     def follow(self, removed: RemovedChunks) -> RemovedChunks:
-        """From now on, add the ids of all chunks that `remove` is called with to this set; return the same set.
-
-        The queue does not keep the set alive: hold it as long as captures may follow.
-        """
+        """Add the ids of all chunks that are removed from now on to this set, while it is alive; return it."""
         with self._guard:
             self._followers.add(removed)
         return removed
 
     def remove(self, chunk_ids: Sequence[str]) -> None:
-        """Prepare the removal of these chunks: add their ids to all sets of `follow`, and wait for their captures.
-
-        Requests that began before do not store them any more. Captures of them that are under way have ended when this
-        returns, stored or dropped; it waits for them without limit, and raises nothing for one that fails. Removes
-        nothing from the store.
-        """
+        """Keep requests that began before from storing these chunks, and wait for captures under way."""
         with self._guard:
             for removed in self._followers:
                 removed.update(chunk_ids)
@@ -125,17 +117,13 @@ class WriteBackQueue:
         """Queue the captures of a prefill and return at once.
 
         Call it in the thread that computed the prefill, because captures wait for the work launched by this thread.
-        Each capture of `recorder.captures` is given to `start`. Captures are dropped instead after `close`, while more
-        than `max_bytes` are waiting, and if they are private and the context has no session. The answer is not
-        affected: a capture that is dropped or fails is counted in the store and logged, not raised.
+        Captures that are dropped or fail are counted in the store and logged.
 
         Args:
             recorder: recorder of the prefill.
             keys: `[layers, keys, kv_heads, head_dim]`, rotated; must not change up to the last capture's end. Not kept
                 if the recorder does not need them.
             context: facts about the prompt.
-
-        Raises what `start` raises; that capture is then logged and counted as failed, and later ones are not queued.
         """
         computed = launched(keys.device)
         needed = keys if recorder.needs_keys else None
@@ -167,26 +155,11 @@ class WriteBackQueue:
         context: CaptureContext,
         computed: torch.cuda.Event | None = None,
     ) -> Work[Variant | Unavailable]:
-        """Return the steps that describe one capture, a `Call` for each layer, and store it.
+        """Return the steps that describe one capture, a `Call` for each layer, and store it, see `submit`.
 
-        Nothing happens before the first step is taken. A capture is not stored, but counted in the store and logged, if
-        after the last layer its chunk or one before it is in `context.removed`. If the passes measured the attention,
-        the only step is the future of `ChunkCacheStore.put`.
-
-        Args:
-            capture: the capture.
-            recorder: see `submit`.
-            keys: see `submit`; not read if the recorder does not need them, and may be None then.
-            context: see `submit`.
-            computed: event after the prefill, if another thread may run these steps on another stream of the GPU.
-
-        Returns:
-            The generator of the steps; its result is the stored variant, or the reason why the capture is dropped, such
-            as by a closed store.
-
-        Raises, while the generator runs, StoreError if the tensor does not have the queue's layout or has no token,
-        ForkError in a fork of the process that opened the store, and ZeroDivisionError if a chunk before the capture
-        has no tokens. Also raises what a kernel raises, such as MemoryError or torch's RuntimeError without memory.
+        A capture is not stored, but counted in the store and logged, if after the last layer its chunk or one before it
+        is in `context.removed`. The result is the stored variant, or the reason why the capture is dropped. `computed`
+        is an event after the prefill, if another thread may run these steps on another stream of the GPU.
         """
         if not recorder.needs_keys:
             keys = None
@@ -227,10 +200,7 @@ class WriteBackQueue:
         return stored
 
     def pending(self, segment_ids: Iterable[str] | None = None) -> frozenset[str]:
-        """Return the ids of the segments with a capture under way, of these segments or by default of all.
-
-        Empty if there are no such segments.
-        """
+        """Return the ids of the segments with a capture under way, of these segments or by default of all."""
         with self._guard:
             under_way = frozenset(self._pending)
         return under_way if segment_ids is None else under_way & frozenset(segment_ids)
@@ -241,22 +211,13 @@ class WriteBackQueue:
         return 4 * self._waiting_bytes > self._max_bytes
 
     def wait_for(self, segment_ids: Iterable[str], timeout: float | None = None) -> bool:
-        """Block until all captures of these segments that are queued by now have ended; return True then.
-
-        Returns True at once if no capture of them is under way, and False after `timeout` seconds; None waits without
-        limit. Captures that are queued after the call are not waited for. Raises nothing for a capture that fails: it
-        is logged.
-        """
+        """Wait until all captures of these segments queued by now have ended; False after `timeout` seconds."""
         with self._guard:
             jobs = [job for chunk_id in segment_ids for job in self._pending.get(chunk_id, ())]
         return not wait(jobs, timeout).not_done
 
     def close(self) -> None:
-        """Refuse new captures, and wait without limit for those that are queued.
-
-        Later captures are dropped by `submit`, counted and logged. A second call does no harm. Raises nothing for a
-        capture that fails: it is logged.
-        """
+        """Refuse (drop) new captures, and wait without limit for those that are queued."""
         with self._guard:
             self._closed = True
         self.wait_for(self.pending())

@@ -66,9 +66,8 @@ class DriftCorrection:
     def locate(self, positions: NDArray[np.int64], rows: Rows) -> None:
         """Set the rows of the layers that follow, at these ascending positions `[rows]`.
 
-        Replaces the rows of an earlier call. Only recomputed rows show the change: rows whose stored values were not
-        loaded have nothing to compare with. A chunk with fewer than two recomputed rows is not corrected. Changes no
-        keys or values. Raises IndexError for a position beyond the prompt, and torch's RuntimeError without memory.
+        Only recomputed rows show the change: rows whose stored values were not loaded have nothing to compare with. A
+        chunk with fewer than two recomputed rows is not corrected.
         """
         is_recomputed = rows.reason[positions] == RowReason.RECOMPUTED
         segments = rows.segment[positions]
@@ -128,11 +127,7 @@ class DriftCorrection:
         Args:
             layer: number of the layer, which decides how its keys are rotated.
             merged: `[2, positions, kv_heads, head_dim]`, rotated keys and values as placed; changed in place.
-            keys: `[rows, kv_heads, head_dim]`, rotated keys of the pass's rows.
-            values: `[rows, kv_heads, head_dim]`, values of the pass's rows.
-
-        Does nothing if no chunk has two recomputed rows, and before `locate`. Otherwise raises IndexError for an
-        unknown layer, and MemoryError or torch's RuntimeError without memory.
+            keys, values: `[rows, kv_heads, head_dim]` of the pass's rows, keys rotated.
         """
         if not self._ranges:
             return

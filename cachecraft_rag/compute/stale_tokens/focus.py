@@ -42,13 +42,7 @@ class FocusObserver:
     def observe(
         self, layer: int, q: Tensor, k: Tensor, visible: Visibility, settings: AttentionSettings
     ) -> None:
-        """Keep the attention of the question in one layer for `decide`, in place of that of an earlier layer.
-
-        Does nothing once the focused chunks are known, and without rows. `q` is `[watched rows, heads, head_dim]` and
-        `k` `[keys, kv_heads, head_dim]`, both rotated; see `Observer.observe`. `layer` is not used. Raises ValueError
-        for a wrong number of sinks, ValueError or torch's RuntimeError for other shapes that do not fit, and
-        MemoryError or torch's RuntimeError without memory.
-        """
+        """Keep the question's attention in one layer for `decide`, in place of an earlier layer's."""
         if self.monitor.focused is None and len(q):
             mass = segment_mass(
                 q,
@@ -62,14 +56,7 @@ class FocusObserver:
             self._mass = mass.sum(0)
 
     def decide(self, layer: int) -> bool:
-        """Add the attention that was observed last to the sums; return True if this layer settles the focused chunks.
-
-        Then `monitor.focused` and `monitor.layer` are set. Returns False in all other layers, before and after it, and
-        does nothing if no layer was observed. Call it once after each layer. Separate from `observe`, because ranks see
-        different heads and have to exchange their sums. With several ranks, waits for them, and raises
-        AnotherRankFailedError if another rank has given up, and RanksApartError if another rank does not answer in
-        time. Raises ValueError if `monitor` was made for another number of chunks than `bounds` has.
-        """
+        """Add the last observed attention; True, once, if this layer settles the focused chunks. Call it after each."""
         if self.monitor.focused is not None or self._mass is None:
             return False
         return self.monitor.observe(layer, self._ranks.mean(self._mass).tolist())

@@ -47,13 +47,7 @@ class AttentionReceived:
     def observe(
         self, layer: int, q: Tensor, k: Tensor, visible: Visibility, settings: AttentionSettings
     ) -> None:
-        """Add the attention of one of the deeper layers to the sum; does nothing for other layers.
-
-        Deeper layers are those from two fifths of the layers on. `q` is
-        `[watched rows, heads, head_dim]` and `k` `[keys, kv_heads, head_dim]`, both rotated; see `Observer.observe`.
-        Raises ValueError for a wrong number of sinks, ValueError or torch's RuntimeError for other shapes that do not
-        fit, and MemoryError or torch's RuntimeError without memory.
-        """
+        """Add the attention of one of the deeper layers, from two fifths on, to the sum."""
         if layer not in self._layers:
             return
         keys = k[: self.watched.stop]  # later keys are not computed yet
@@ -71,20 +65,12 @@ class AttentionReceived:
         self._received = received if self._received is None else self._received + received
 
     def seen(self) -> Tensor:
-        """Return the attention to each position up to the last watched position, float32 `[positions]`.
-
-        It is the sum over the observed layers and rows, averaged over heads; a row's own position is left out. The
-        tensor is on the model's device and belongs to this object. Raises AssertionError if no layer was observed.
-        """
+        """Return the attention to each position up to the last watched one, float32, without a row's own."""
         assert self._received is not None, "the range of layers is never empty"
         return self._received
 
     def received(self, positions: int) -> NDArray[np.float32]:
-        """Return the attention to each of the first `positions` positions, float32 `[positions]`.
-
-        Shorter if fewer positions were seen; otherwise the beginning of `seen`. On a CPU the array shares its memory.
-        Raises AssertionError if no layer was observed.
-        """
+        """Return `seen` of the first `positions` positions, float32, on the CPU."""
         attention: NDArray[np.float32] = self.seen()[:positions].cpu().numpy()
         return attention
 

@@ -83,14 +83,7 @@ class Audit:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Make an audit from the values of `as_dict`; values that can be computed from others, or unknown, are ignored.
-
-        Values are converted to the types of the fields, such as a text of digits to a number. Raises KeyError if a
-        value is missing, and TypeError, ValueError, AttributeError or OverflowError (an infinite number) for values
-        that cannot be converted or that no audit has: numbers out of range or that are none, fewer than 1 token,
-        differences that are not ascending places of the answer, more near-ties than differences, or a text that is
-        none.
-        """
+        """Make an audit from the values of `as_dict`, converted to the fields' types; others are ignored."""
         tokens = _whole(values["tokens"], least=1)
         differences = tuple(_whole(place) for place in values["differences"])
         near_ties = _whole(values["near_ties"])
@@ -122,10 +115,7 @@ class Audit:
 
     @property
     def is_same(self) -> bool:
-        """True if `differences` is empty: reuse and full prefill find the same token the likeliest at every place.
-
-        Near-ties are differences. True also if `exact`.
-        """
+        """True if `differences` is empty, near-ties included; also if `exact`."""
         return not self.differences
 
     @property
@@ -140,10 +130,7 @@ class Audit:
 
     @property
     def agreement(self) -> float:
-        """`agreeing` divided by the number of audited tokens: 0 to 1.
-
-        Raises ZeroDivisionError for an audit of 0 tokens, which `from_dict` refuses.
-        """
+        """`agreeing` divided by the number of audited tokens: 0 to 1."""
         return self.agreeing / self.tokens
 
     @property
@@ -152,11 +139,7 @@ class Audit:
         return self.differences[0] if self.differences else None
 
     def as_dict(self) -> dict[str, object]:
-        """Return field name → plain value, for JSON, and with them `agreement`, `is_same` and `first_difference`.
-
-        `text` is a dict of the fields of `AuditText`, or None. Raises ZeroDivisionError for an audit of 0 tokens, which
-        `from_dict` refuses.
-        """
+        """Return field name → plain value, for JSON, and with them `agreement`, `is_same` and `first_difference`."""
         derived = {
             "agreement": self.agreement,
             "is_same": self.is_same,
@@ -193,13 +176,7 @@ class ReuseFacts:
 
 
 def reuse_facts(request: Request, progress: RequestProgress, *, exact: bool) -> ReuseFacts:
-    """Return the facts about how a prompt was reused, as its plan was carried out. Raises nothing.
-
-    Args:
-        request: the request.
-        progress: its progress after the prefill; before the plan, the facts say that nothing was reused.
-        exact: `RequestStats.exact` of the request.
-    """
+    """Return how a prompt was reused, as its plan was carried out; `exact` is `RequestStats.exact`."""
     reports = progress.segment_reports()
     chunks = [
         (len(segment.token_ids), report)

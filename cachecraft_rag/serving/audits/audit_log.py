@@ -50,33 +50,17 @@ class AuditLog:
     """The results of one store folder, of all its namespaces and models. Any thread may call any method."""
 
     def __init__(self, folder: Path, *, kept: int, busy_timeout_s: float = 5.0) -> None:
-        """Open or create it in a folder; at most `kept` results stay of each tenant and model.
-
-        Raises StoreError if the file is damaged or cannot be opened, and OSError if the folder cannot be made.
-        """
+        """Open or create it in a folder; at most `kept` results stay of each tenant and model."""
         self._kept = kept
         self._database = opened_audits(folder, busy_timeout_s=busy_timeout_s)
         self._opened_file = _identity(self._database.path)
 
     def close(self) -> None:
-        """Close the file, after calls in other threads; a second call does nothing.
-
-        `add` and `read` then raise StoreError.
-        """
+        """Close the file, after calls in other threads."""
         self._database.close()
 
     def add(self, namespace: str, fingerprint: str, audit: Audit) -> None:
-        """Store a result, and remove the oldest ones of this namespace and model beyond the limit.
-
-        A request that has a result already gets another one.
-
-        Raises:
-            StoreError: the file cannot be written, stays locked for the busy timeout, or was closed; or a number of the
-                result, such as `kl`, is NaN, which no audit of an engine has.
-            ValueError: `namespace`, `fingerprint`, or a name in the result such as its request id holds half a
-                surrogate pair.
-            OverflowError: a number of the result has more than 63 bits.
-        """
+        """Store a result, and remove the oldest ones of this namespace and model beyond the limit."""
         row = (
             audit.request_id,
             audit.created,
@@ -102,11 +86,9 @@ class AuditLog:
     def read(
         self, *, namespace: str | None = None, fingerprint: str | None = None, limit: int = -1
     ) -> list[Audit]:
-        """Return at most `limit` results (-1: all), the latest first, of one namespace and model; with None: of all.
+        """Return at most `limit` results (-1: all), the last written first, of one namespace and model (None: all).
 
-        "Latest" means written last. The list is empty if nothing fits, or with a `limit` of 0. Damaged rows are left
-        out. Raises StoreError if the file cannot be read or was closed, ValueError if `namespace` or `fingerprint`
-        holds half a surrogate pair, and OverflowError for a `limit` of more than 63 bits.
+        Damaged rows are left out.
         """
         asked = {"namespace": namespace, "fingerprint": fingerprint, "limit": limit}
         with self._database.reading() as connection:
@@ -115,7 +97,7 @@ class AuditLog:
 
     @property
     def is_there(self) -> bool:
-        """False once the file was deleted or replaced: what is written then reaches no reader. Raises nothing."""
+        """False once the file was deleted or replaced: what is written then reaches no reader."""
         present = _identity(self._database.path)
         return present is not None and present == self._opened_file
 
@@ -123,20 +105,7 @@ class AuditLog:
 def audits_in(
     folder: Path, *, namespace: str | None = None, fingerprint: str | None = None, limit: int = -1
 ) -> list[Audit]:
-    """Return the results in a folder, the latest first; an empty list if nothing was audited there.
-
-    "Latest" means written last. Damaged rows are left out. A missing file is not made.
-
-    Args:
-        folder: the folder of the chunk-caches.
-        namespace: only results of this tenant; None: of all.
-        fingerprint: only results of the model with this fingerprint; None: of all.
-        limit: most results; -1: all.
-
-    Raises StoreError if the file is damaged, of another version, locked by another process for 5 seconds or cannot be
-    read, OSError if the system refuses to look at its journal, ValueError if `namespace` or `fingerprint` holds half a
-    surrogate pair, and OverflowError for a `limit` of more than 63 bits.
-    """
+    """Return the results in a folder of chunk-caches, see `AuditLog.read`. A missing file is not made."""
     if not os.path.isfile(folder / AUDIT_FILE):
         return []
     log = AuditLog(folder, kept=1)  # reading removes nothing

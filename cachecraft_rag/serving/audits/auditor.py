@@ -124,9 +124,8 @@ class Auditor:
     def recorder(self, request: Request) -> Predictions | None:
         """Return an empty object that takes up the predictions of an answer; None if the answer is not to be audited.
 
-        The request's random id decides which share of the answers is audited. None too for answers with a grammar (the
-        predictions compared are those without it), without reuse, and after `close`. Raises nothing, except ValueError
-        for an id that does not begin with hexadecimal digits; `Request` makes no such id itself.
+        The request's random id decides which share of the answers is audited. Answers with a grammar are not: the
+        predictions compared are those without it.
         """
         if (
             not self.config.share
@@ -146,20 +145,13 @@ class Auditor:
         *,
         tokens: int,
     ) -> None:
-        """Have the first `tokens` tokens of an answer audited while the loop is idle.
-
-        Returns at once and raises nothing.
+        """Have the first `tokens` tokens of an answer, those that its reader has got, audited while the loop is idle.
 
         The result is kept in memory, counted and reported (`AuditResults.keep`), and written to disk in the background,
         without its text if the request has a session. An answer whose chunks were all exact gets its result at once,
         without being computed again. If too many answers wait (`Audits.waiting`), the one that has waited longest is
-        dropped and counted, as is an answer with a removed chunk. After `close` nothing is audited or counted.
-
-        Args:
-            request: the request that was answered.
-            progress: its progress; holds the answer's tokens.
-            predictions: those of the answer, see `recorder`; with None nothing is audited.
-            tokens: how many of the answer's tokens its reader has got; with 0 nothing is audited.
+        dropped and counted, as is an answer with a removed chunk. Without `predictions` (see `recorder`) nothing is
+        audited.
         """
         if predictions is None or not tokens or self._closed:
             return
@@ -183,9 +175,9 @@ class Auditor:
         self._begin()
 
     def forget(self, chunk_ids: Collection[str]) -> None:
-        """Drop the audits of prompts with these chunks, because the chunks were removed; they are counted.
+        """Drop and count the audits of prompts with these chunks, because the chunks were removed. Results stay.
 
-        The audit under way is asked to stop before its next step, and is not waited for. Results stay. Raises nothing.
+        The audit under way is asked to stop before its next step, and is not waited for.
         """
         removed = set(chunk_ids)
         for waiting in list(self._waiting):
@@ -197,14 +189,13 @@ class Auditor:
             self._give_up(AuditDrop.REMOVED)
 
     def running(self, chunk_ids: Collection[str]) -> bool:
-        """Return True if an audit is under way and its prompt has at least one of these chunks. Raises nothing."""
+        """Return True if an audit is under way and its prompt has at least one of these chunks."""
         return self._running is not None and _holds(self._running, set(chunk_ids))
 
     def close(self) -> None:
-        """Drop all waiting audits, and ask the one under way to stop before its next step, without waiting for it.
+        """Drop and count all waiting audits, and ask the one under way to stop before its next step.
 
-        The dropped audits are counted. `busy` is False once the one under way has ended and results are written. Raises
-        nothing.
+        `busy` is False once it has ended and results are written.
         """
         self._closed = True
         self._shared = None
@@ -387,7 +378,7 @@ class Auditor:
         tokens = segment.token_ids[: len(segment.token_ids) - segment.closing]
         decode = self.decoder.tokenizer.decode
         return str(
-            decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+            decode(tokens.tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False)
         )
 
     def _next_token(self, buffer: KVBuffer, token: int, position: int) -> int:
@@ -412,7 +403,7 @@ def _common_beginning(text: str, other_text: str) -> str:
 
 def _fits(waiting: WaitingAudit, full: FullPrefill) -> bool:
     """Return True if this is the full prefill of an answer's prompt, with enough room for the answer."""
-    is_same = _token_ids(waiting.request.prompt) == _token_ids(full.prompt)
+    is_same = _digests(waiting.request.prompt) == _digests(full.prompt)
     return is_same and _most_tokens(waiting) <= full.room
 
 
@@ -420,8 +411,8 @@ def _most_tokens(waiting: WaitingAudit) -> int:
     return max(len(waiting.tokens), waiting.request.sampling.max_new_tokens)
 
 
-def _token_ids(prompt: Prompt) -> tuple[tuple[int, ...], ...]:
-    return tuple(segment.token_ids for segment in prompt.segments)
+def _digests(prompt: Prompt) -> list[str]:
+    return [segment.tokens_digest for segment in prompt.segments]
 
 
 def _holds(waiting: WaitingAudit, chunk_ids: Collection[str]) -> bool:

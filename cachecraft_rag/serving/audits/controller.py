@@ -42,8 +42,6 @@ class QualityTarget:
     agreement  the target for `Audit.agreement`, with near-ties counted as agreement; more than 0 and less than 1
     min_ratio  smallest recompute ratio, 0 to 1
     max_ratio  largest recompute ratio; at 1 every token agrees
-
-    Raises ConfigError for a value of a wrong type or out of range, and for a `min_ratio` above `max_ratio`.
     """
 
     agreement: float
@@ -51,7 +49,7 @@ class QualityTarget:
     max_ratio: float = 1.0
 
     def __post_init__(self) -> None:
-        """Check every field. Raises ConfigError."""
+        """Check every field."""
         check_number("quality_target", self.agreement, most=1.0)
         check_number("min_ratio", self.min_ratio, most=1.0)
         check_number("max_ratio", self.max_ratio, most=1.0)
@@ -149,11 +147,7 @@ class RatioController:
 
     @property
     def ratio(self) -> float:
-        """The recompute ratio of the next answer, from the target's `min_ratio` to its `max_ratio`.
-
-        It is one of these two or of the `LEVELS` between them. Before the first audit it is the largest of them that is
-        at most 0.15, or else the smallest; or what `seed` chose.
-        """
+        """The recompute ratio of the next answer; before the first audit at most 0.15, or what `seed` chose."""
         return self._ratios[self._place]
 
     def _reason(self, place: int) -> str:
@@ -174,13 +168,8 @@ class RatioController:
 
         It takes the place of what is otherwise assumed, counts as audits of so many tokens do, 800 at most, and fades
         like them. While there are fewer than ten audits it chooses the ratio; with more, it is chosen as by `resume`.
-        Raises nothing.
-
-        Args:
-            ratio: recompute ratio of the measurement, 0 to 1; with 1 the measurement says nothing.
-            tokens: number of tokens of the answers that were compared, at least 1.
-            agreement: share of them that agreed with full prefill; at least one token is assumed to differ.
-            newer: number of the audits of `resume` that are newer than the measurement.
+        At least one token is assumed to differ, and a ratio of 1 says nothing. `newer` of the audits of `resume` are
+        newer than the measurement.
         """
         remaining = _remaining(ratio)
         if not remaining:
@@ -198,8 +187,7 @@ class RatioController:
         """Start from earlier audits, oldest first: (ratio, tokens, agreeing tokens) of each.
 
         The controller begins at the ratio of the last one, and from ten audits on at once where they lead, as after
-        `add`. So it does not matter whether the last audits were late, of another process or of another target. Audits
-        with a ratio that this controller does not choose among are ignored. Raises nothing.
+        `add`. So it does not matter whether the last audits were late, of another process or of another target.
         """
         count = 0
         for ratio, tokens, agreeing in audits:
@@ -213,10 +201,7 @@ class RatioController:
             self._choose_from_evidence()
 
     def choice(self) -> tuple[float, str]:
-        """Return the recompute ratio of the next answer, and a sentence with the reason. Any thread may call this.
-
-        The sentence is such as "r = 0.15: not audited yet, target 0.98". Raises nothing.
-        """
+        """Return the next answer's ratio, and why: "r = 0.15: not audited yet, target 0.98". For any thread."""
         place = self._place
         return self._ratios[place], self._reason(place)
 
@@ -224,12 +209,7 @@ class RatioController:
         """Take up an audit of an answer that was given with this ratio, and choose the next ratio.
 
         The ratio changes only if this audit is of the present ratio, and at least the 10th since that was chosen (the
-        20th to go down). An audit with a ratio that this controller does not choose among is ignored. Raises nothing.
-
-        Args:
-            ratio: recompute ratio of the answer.
-            tokens: tokens of the answer that were audited, at least 1.
-            agreeing: how many of them full prefill finds the likeliest, too.
+        20th to go down). `agreeing` of the `tokens` are those that full prefill finds the likeliest, too.
         """
         if ratio not in self._ratios:
             return
@@ -272,11 +252,7 @@ class RatioController:
         return next((place for place in places if self._differing(place, at_zero) <= allowed), last)
 
     def _differing(self, place: int, at_zero: float) -> float:
-        """Estimate the share of tokens that differ at a ratio.
-
-        It is that of the ratio's own audits and of `_TOKENS_OF_OTHERS` tokens for which the share is taken from the
-        audits at all ratios.
-        """
+        """Estimate the share of tokens that differ at a ratio: from its own audits and, as a prior, all ratios'."""
         level = self._levels[place]
         expected = _TOKENS_OF_OTHERS * at_zero * _remaining(self._ratios[place])
         return (level.differing + expected) / (level.tokens + _TOKENS_OF_OTHERS)

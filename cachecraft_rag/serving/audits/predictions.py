@@ -34,15 +34,9 @@ class Predictions:
 
     @torch.inference_mode()
     def note(self, logits: Tensor) -> None:
-        """Note the prediction for the next token: its likeliest token, and the `KEPT` likeliest with probabilities.
+        """Note the next token's prediction from `[vocabulary]` logits: its `KEPT` likeliest tokens.
 
-        The tensors stay on the device of the logits. Of a vocabulary with fewer than `KEPT` tokens all are noted.
-
-        Args:
-            logits: `[vocabulary]`, of any floating dtype. Some logits of another shape are noted too, and spoil what
-                `stacked` returns.
-
-        Raises IndexError for a vocabulary without tokens, and torch's RuntimeError without memory.
+        The tensors stay on the device of the logits.
         """
         logits = logits.float()
         highest = logits.topk(min(KEPT, len(logits)))
@@ -51,16 +45,10 @@ class Predictions:
         self.log_shares.append(highest.values - logits.logsumexp(-1))
 
     def stacked(self, begin: int, end: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return what was noted at the places `begin` to `end - 1`, counted from 0, as new tensors on the CPU.
+        """Return the places `begin` to `end - 1`, counted from 0, as new tensors on the CPU.
 
-        Places where nothing was noted are left out.
-
-        Returns:
-            The likeliest token ids, int64 `[places]`; the ids of the `KEPT` likeliest tokens, int64 `[places, KEPT]`;
-            and their log-probabilities, float32 `[places, KEPT]`. A vocabulary with fewer tokens takes the place of
-            `KEPT`.
-
-        Raises torch's RuntimeError if nothing was noted at any of these places, or without memory.
+        These are the likeliest token ids, int64 `[places]`; the ids of the `KEPT` likeliest, int64 `[places, KEPT]`;
+        and their log-probabilities, float32 `[places, KEPT]`.
         """
         likeliest = torch.stack(self.likeliest[begin:end]).cpu()
         return (
@@ -87,23 +75,10 @@ class ComparedPlace:
 
 
 def compare(predictions: Predictions, logits: Tensor, *, begin: int) -> list[ComparedPlace]:
-    """Compare reuse's predictions with full prefill's, from the place `begin` of the answer on.
+    """Compare reuse's predictions with full prefill's `logits` `[places, vocabulary]`, from the place `begin` on.
 
     The divergence is taken over the `KEPT` likeliest tokens of reuse and all other tokens together. It is never more
     than the divergence over the whole vocabulary (the data-processing inequality).
-
-    Args:
-        predictions: what was predicted with reuse; must reach as far as `logits`. If it reaches a single place beyond
-            `begin` only, that place is compared with all of `logits`, without an error.
-        logits: `[places, vocabulary]` of full prefill at the places from `begin` on, at least one place; of the same
-            vocabulary.
-        begin: first place, counted from 0.
-
-    Returns:
-        The comparison of each place, in order.
-
-    Raises torch's RuntimeError if nothing was noted from `begin` on, if `logits` has no place or more places than were
-    noted (two or more), if its vocabulary is too small for the noted ids, or without memory.
 
     >>> reuse = Predictions()
     >>> reuse.note(torch.tensor([0.0, 1.0, 0.0]))
@@ -150,10 +125,7 @@ def compare_likeliest(reuse: LikeliestTokens, full: LikeliestTokens) -> Compared
 
     The divergence is taken over the tokens known of both, and all other tokens together. Like `compare`'s it is never
     more than the divergence over the whole vocabulary. If reuse's likeliest token is not among those known of full
-    prefill, the margin is taken to the least likely one of these, and so a little less than the true margin. Raises,
-    for a `full` that lacks what its class promises: KeyError if its likeliest token is not among those known, and
-    ValueError if none is known; both only if the likeliest tokens differ. In `kl` a probability of reuse below
-    e^-100 counts as that much.
+    prefill, the margin is taken to the least likely one of these, and so a little less than the true margin.
 
     >>> reuse = LikeliestTokens(5, {5: math.log(0.5), 6: math.log(0.25)})
     >>> full = LikeliestTokens(6, {5: math.log(0.25), 6: math.log(0.5)})

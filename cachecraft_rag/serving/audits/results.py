@@ -92,13 +92,8 @@ class AuditResults:
     def seed(self, calibration: Calibration | None, config: ReuseConfig) -> None:
         """Let the quality target begin with what a calibration measured, instead of with the usual assumption.
 
-        Does nothing without a target or a calibration, and for a calibration of another metric than "top1" or of other
-        settings (`Calibration.fits`). Audits that are newer than the calibration count beside it, and make it fade. To
-        be called before the first request. Raises nothing.
-
-        Args:
-            calibration: the result of `cachecraft calibrate` for this model, or None.
-            config: the engine's settings of reuse.
+        A calibration of another metric than "top1" or of other settings (`Calibration.fits`) is ignored. Audits that
+        are newer count beside it, and make it fade. To be called before the first request.
         """
         if self.controller is None or calibration is None or not calibration.fits(config):
             return
@@ -115,30 +110,17 @@ class AuditResults:
             )
 
     def get(self, request_id: str) -> Audit | None:
-        """Return the audit of a request, by its id. None: not audited, not yet, or not among the last 1,024 results.
-
-        Results of earlier processes are on disk only. Raises nothing.
-        """
+        """Return the audit of a request; None: not audited, not yet, or not among this process's last 1,024."""
         with self._lock:
             return self._results.get(request_id)
 
     def chosen_ratio(self, asked: ReuseConfig) -> tuple[float, str] | None:
-        """Return the recompute ratio that the quality target chooses, and a sentence with the reason.
-
-        None without a target, and for settings that set a ratio or α themselves or switch reuse off. Raises nothing.
-        """
+        """Return the ratio that the quality target chooses, and why; None if `asked` sets one or there is no target."""
         is_open = asked.reuse and asked.recompute_ratio is None and asked.method.alpha is None
         return self.controller.choice() if self.controller is not None and is_open else None
 
     def with_ratio(self, request: Request, asked: ReuseConfig) -> Request:
-        """Return a request with the `chosen_ratio` for the settings that were asked for, or else the request itself.
-
-        With a chosen ratio it is a copy, whose `quality` holds the reason. Raises nothing.
-
-        Args:
-            request: the request.
-            asked: the settings of reuse that the caller asked for, before calibration.
-        """
+        """Return the request with the `chosen_ratio` for the settings that were asked for before calibration."""
         chosen = self.chosen_ratio(asked)
         if chosen is None:
             return request
@@ -147,13 +129,9 @@ class AuditResults:
         return replace(request, config=config, quality=reason)
 
     def keep(self, audit: Audit) -> None:
-        """Keep a result in memory, count it in the metrics, and report it to the controller.
+        """Keep a result among the last 1,024 in memory, count it, and report it to the controller.
 
-        The oldest result beyond 1,024 is forgotten. The controller takes up only results with a ratio that a quality
-        target chose, and of exact answers only those with ratio 1. Nothing is written to disk.
-
-        Only for an engine that audits: without a share of answers to audit there are no metrics, and it raises
-        AttributeError after the result was kept and reported.
+        That takes up only results with a ratio that it chose, and of exact answers only those with ratio 1.
         """
         with self._lock:
             self._results[audit.request_id] = audit
@@ -164,13 +142,10 @@ class AuditResults:
         self._metrics.add(audit)
 
     def write(self, audit: Audit) -> None:
-        """Write a result to disk. If it cannot be written, raises nothing: it is lost, and a warning is logged.
+        """Write a result to disk; the oldest of this tenant and model beyond `Audits.kept` are removed.
 
-        Only for an engine that audits: with a share of 0 it would make the file all the same. Later failures are logged
-        at level INFO. The file is opened or made by the first call that can, and made again once it was deleted; the
-        oldest results of this tenant and model beyond `Audits.kept` are removed from it. After `close`, and once the
-        store's folder is gone, nothing is written. Raises ValueError for a result with half a surrogate pair in a name
-        such as its request id, and OverflowError for one with a number of more than 63 bits.
+        A result that cannot be written is lost, with a warning, later ones at level INFO. The file is made again once
+        it was deleted. After `close`, and once the store's folder is gone, nothing is written.
         """
         with self._log_lock:
             try:
@@ -188,18 +163,11 @@ class AuditResults:
                 logger.log(level, "The result of an audit was not stored: %s", error)
 
     def drop(self, reason: AuditDrop) -> None:
-        """Count in the metrics an answer that is not audited, by reason.
-
-        Only for an engine that audits: without a share of answers to audit there are no metrics, and it raises
-        AttributeError.
-        """
+        """Count in the metrics an answer that is not audited, by reason."""
         self._metrics.drop(reason)
 
     def close(self) -> None:
-        """Close the file of results; later results stay in memory only. A second call does nothing. Raises nothing.
-
-        Waits for a result that another thread is writing.
-        """
+        """Close the file of results, after another thread's write; later results stay in memory only."""
         with self._log_lock:
             self._log_closed = True
             if self._log is not None:
@@ -230,11 +198,7 @@ class AuditResults:
 
 
 def _concerns_ratio(audit: Audit) -> bool:
-    """Return True if an audit says something about the ratio that its answer was given with.
-
-    An exact answer does not: its chunks were exact with any ratio. But with ratio 1 every answer is exact, and without
-    these the ratio would never fall again.
-    """
+    """Return True unless it is exact: exact at any ratio. At ratio 1 all are, and without them it would never fall."""
     return audit.ratio is not None and (not audit.exact or audit.ratio >= 1.0)
 
 
@@ -249,17 +213,8 @@ def audit_of(
 ) -> Audit:
     """Return the result of an audit, with the present time.
 
-    Its `kl` is the mean over `places`, 0.0 without any. It is not kept anywhere.
-
-    Args:
-        request_id: of the request that was audited.
-        facts: how its prompt was reused.
-        places: one for each token of the answer, in order; empty for an answer that is exact.
-        tokens: tokens of the answer that were audited.
-        computed: tokens that were computed for the audit.
-        text: question and answers, if texts are kept.
-
-    Raises RuntimeError if a divergence is not a number, because the model's predictions are none.
+    `places` has one for each token of the answer, in order, and is empty for an answer that is exact; `kl` is their
+    mean. `computed` are the tokens that were computed for the audit.
     """
     kl = sum(place.kl for place in places) / max(1, len(places))
     if not math.isfinite(kl):
@@ -319,10 +274,7 @@ class AuditMetrics:
             self._dropped.labels(str(reason))
 
     def show_ratio(self, controller: RatioController) -> None:
-        """Add a gauge of the recompute ratio that a quality target sets; it asks the controller whenever it is read.
-
-        Raises ValueError if the registry has that gauge already.
-        """
+        """Add a gauge of the recompute ratio that a quality target sets; it asks the controller whenever it is read."""
         gauge = prometheus_client.Gauge(
             "cachecraft_controlled_recompute_ratio",
             "Recompute ratio that the quality target sets",
@@ -331,7 +283,7 @@ class AuditMetrics:
         gauge.set_function(lambda: controller.ratio)
 
     def add(self, audit: Audit) -> None:
-        """Count an audit in all metrics: answers, places, near-ties, divergence, computed tokens. Raises nothing.
+        """Count an audit in all metrics: answers, places, near-ties, divergence, computed tokens.
 
         An exact one counts as an exact answer and in no other metric.
         """
@@ -346,5 +298,5 @@ class AuditMetrics:
         self._computed.inc(audit.computed_tokens)
 
     def drop(self, reason: AuditDrop) -> None:
-        """Count an answer that is not audited, by reason. Raises nothing."""
+        """Count an answer that is not audited, by reason."""
         self._dropped.labels(str(reason)).inc()

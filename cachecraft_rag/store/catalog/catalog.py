@@ -135,10 +135,7 @@ class Catalog:
     def __init__(
         self, path: Path, *, busy_timeout_s: float = 5.0, policy: Policy | None = None
     ) -> None:
-        """Open or create the catalog at `path`.
-
-        Raises StoreError, with advice, if that is not possible: OtherVersionError for a catalog of another version that
-        can be written. Raises OSError if its folder cannot be made, or the system refuses to look at its journal.
+        """Open or create the catalog; OtherVersionError for one of another version that can be written.
 
         `policy` makes the eviction scores; None is that of the last opening that named one. All processes on a folder
         should have the same.
@@ -177,15 +174,10 @@ class Catalog:
         session: str | None = None,
         payload: Payload = NOTHING,
     ) -> tuple[dict[str, list[Variant]], list[DamagedRow]]:
-        """Return chunk id → variants of the chunks, each with this `payload`; and the damaged rows of these chunks.
+        """Return chunk id → variants, each with this `payload`; and the damaged rows of these chunks.
 
         Shared variants and those private to exactly that session, in no order. Every given chunk id is a key of the
-        first part; its list is empty if no intact variant is stored. Any field of a damaged row may be wrong.
-
-        Raises:
-            StoreError: the catalog cannot be read or is closed.
-            ValueError: `namespace`, `fingerprint` or `session` holds half a surrogate pair (UnicodeEncodeError).
-            TypeError: a chunk id cannot be hashed, or JSON cannot hold it, such as bytes.
+        first part. Any field of a damaged row may be wrong.
         """
         found: dict[str, list[Variant]] = {chunk_id: [] for chunk_id in chunk_ids}
         damaged: list[DamagedRow] = []
@@ -204,11 +196,7 @@ class Catalog:
         return found, damaged
 
     def token_scores(self, variant_ids: Sequence[str]) -> dict[str, TokenScores]:
-        """Return variant id → token scores, for every given id; {} without ids. The arrays are copies.
-
-        Scores have `inter` None where none were stored, they are damaged, or there is no row. Damaged scores are
-        logged. Raises StoreError if the catalog cannot be read or is closed.
-        """
+        """Return variant id → token scores; `inter` is None where none are stored, or they are damaged (logged)."""
         found = {}
         for variant_id, *columns in self._fetched(_SCORES, (json.dumps(list(variant_ids)),)):
             scores = _read_scores(*columns)
@@ -220,8 +208,7 @@ class Catalog:
     def rows(self, chosen: RowFilter, *, offset: int = 0, limit: int = 100) -> list[Listed]:
         """Return a page of the chosen rows, the highest eviction score first; [] after the last row.
 
-        `offset` is the number of rows before the page, and `limit` its largest size. Damaged rows count towards both
-        but are left out, so any page may be shorter than `limit`. Raises StoreError if the catalog cannot be read.
+        Damaged rows count, but are left out, so any page may be shorter than `limit`.
         """
         condition, parameters = chosen.as_sql()
         query = f"{_LISTED} WHERE {condition} ORDER BY v.score DESC, v.created DESC, v.variant_id LIMIT ? OFFSET ?"
@@ -236,9 +223,7 @@ class Catalog:
     def scan(self, page: int = 500) -> Iterator[Listed | DamagedRow]:
         """Yield every row once, in the order of variant ids, its token scores verified; `page` rows per query.
 
-        Rows that are added or removed meanwhile may or may not be seen. A row that is damaged, or has damaged token
-        scores, is yielded as a `DamagedRow`. Nothing is locked between two rows. Raises StoreError, while it is
-        iterated over, if the catalog cannot be read.
+        Nothing is locked between two rows. A row that is damaged, or has damaged token scores, is a `DamagedRow`.
         """
         query = f"{_LISTED} WHERE v.variant_id > ? ORDER BY v.variant_id LIMIT ?"
         after = ""
@@ -260,10 +245,7 @@ class Catalog:
             return fetched(connection, query, parameters)
 
     def totals(self) -> Totals:
-        """Return sums over all rows, of all namespaces and models, as of one moment; 0 in an empty catalog.
-
-        Raises StoreError if the catalog cannot be read.
-        """
+        """Return sums over all rows, of all namespaces and models, as of one moment; 0 in an empty catalog."""
         # Both queries see one moment: in between, a file's bytes could move from "reserved" to its row and count twice.
         with self._db.snapshot() as connection:
             variants, file_bytes = _sums(connection)
@@ -272,11 +254,7 @@ class Catalog:
             return Totals(variants, chunks, file_bytes, reserved_bytes)
 
     def holds(self, file: FileRef, *, or_at_risk: bool = False) -> bool:
-        """Return True if exactly this file, by id and time, has a row.
-
-        With `or_at_risk` also True if a writer is about to create or delete it, or did not finish that. Raises
-        StoreError if the catalog cannot be read.
-        """
+        """Return True if exactly this file has a row, or with `or_at_risk` is about to be created or deleted."""
         query = """SELECT 1 FROM variants WHERE variant_id = :variant_id AND created = :created
             UNION ALL SELECT 1 FROM files_at_risk
             WHERE variant_id = :variant_id AND created = :created AND :or_at_risk"""
@@ -289,11 +267,7 @@ class Catalog:
             return connection.execute(query, asked).fetchone() is not None
 
     def at_risk(self) -> dict[str, list[FileRef]]:
-        """Return writer → files that may exist without a row, because it is (or was) about to create or delete them.
-
-        The keys are tokens, see `Writers.token`. {} without such files. The `file_bytes` of a file are those reserved
-        for it. Raises StoreError if the catalog cannot be read.
-        """
+        """Return writer (`Writers.token`) → files that may exist without a row; `file_bytes` are those reserved."""
         found: dict[str, list[FileRef]] = {}
         with self._db.reading() as connection:
             query = "SELECT writer, variant_id, created, reserved_bytes FROM files_at_risk"
@@ -304,9 +278,7 @@ class Catalog:
     def chosen(self, chosen: RowFilter, *, down_to_bytes: int | None = None) -> list[FileRef]:
         """Return files of the chosen rows, lowest score first: all, or only the first ones with `down_to_bytes`.
 
-        These are as many as leave at most `down_to_bytes` bytes of files with a row in the whole catalog, or all chosen
-        ones if these are too few. Empty if no row is chosen or none has to go. Raises StoreError if the catalog cannot
-        be read.
+        These are as many as leave at most `down_to_bytes` bytes of files with a row in the whole catalog.
         """
         condition, parameters = chosen.as_sql()
         query = f"""{_ROW} AS v JOIN scopes AS s USING (scope) WHERE {condition} ORDER BY v.score, v.created"""
@@ -319,11 +291,9 @@ class Catalog:
     def shaped_by(
         self, chunk_ids: Collection[str], *, namespace: str | None
     ) -> list[Listed | DamagedRow]:
-        """Return the rows of these chunks, and of all variants that one of them has shaped; [] without any.
+        """Return the rows of these chunks, and of variants that one of them has shaped; None: in all namespaces.
 
-        These were captured after it, or after a reused variant that it has shaped.
-
-        `namespace` None means all namespaces. It reads every row. Raises StoreError if the catalog cannot be read.
+        These were captured after it, or after a reused variant that it has shaped. It reads every row.
         """
         removed = frozenset((*chunk_ids, removals.ANY))
         query = f"""SELECT v.variant_id, v.chunk_id, v.origin_prefix, sh.chunk_ids
@@ -342,26 +312,16 @@ class Catalog:
         ]
 
     def scopes(self, namespace: str | None) -> list[tuple[str, str]]:
-        """Return the pairs of namespace and fingerprint that were ever stored; None: of all namespaces.
-
-        Raises StoreError if the catalog cannot be read.
-        """
+        """Return the pairs of namespace and fingerprint that were ever stored; None: of all namespaces."""
         query = f"SELECT s.namespace, s.fingerprint FROM scopes AS s WHERE {_IN_NAMESPACE}"
         return [(name, model) for name, model in self._fetched(query, (namespace, namespace))]
 
     def problems(self) -> list[str]:
-        """Return at most 100 findings of SQLite's own integrity check, empty if there are none.
-
-        It reads the whole catalog. Raises StoreError if the check cannot run; after `close` it still runs.
-        """
+        """Return at most 100 findings of SQLite's integrity check over the whole catalog; works after `close` too."""
         return self._db.problems()
 
     def check_sums(self, *, repair: bool) -> str:
-        """Compare the stored sums over all rows with the rows; return what is wrong, or "" if they agree.
-
-        With `repair` wrong sums are corrected, and what was wrong is returned all the same. Raises StoreError if the
-        catalog cannot be read, or with `repair` not be changed.
-        """
+        """Compare the stored sums over all rows with the rows; return what is (or was) wrong, or ""."""
         with self._db.snapshot() as connection:
             stored = fetched(connection, _STORED_SUMS, ())
             counted = connection.execute(_COUNTED_SUMS).fetchone()
@@ -390,13 +350,10 @@ class Catalog:
     ) -> list[FileRef] | None:
         """Reserve room for a file of `file_bytes` bytes before it is created; return [] if there is room.
 
-        Otherwise nothing is reserved, and the result lists files whose rows were removed to make room, those with the
-        lowest scores, with the reason `BUDGET`. The caller deletes those, calls `settle` and asks again: a file that is
-        not deleted yet still counts, or a second writer would fill the room before it is free. Only `limits.disk_bytes`
-        counts here, and `writer` is the caller's token (`Writers.token`).
-
-        Returns None, with nothing changed, if even an empty catalog would leave no room, because of other writers or
-        because the file alone is too large. Raises StoreError if the catalog cannot be changed.
+        Otherwise nothing is reserved, and the result lists files whose rows were removed to make room, lowest scores
+        first. The caller deletes those, calls `settle` and asks again: a file that is not deleted yet still counts, or
+        a second writer would fill the room before it is free. Returns None if even an empty catalog would leave no
+        room, because of other writers or because the file alone is too large.
         """
         with self._db.writing() as connection:
             excess = _state(connection)[2] + file_bytes - limits.disk_bytes
@@ -426,18 +383,14 @@ class Catalog:
         If a chunk has no variant left because they were evicted, its next variant gets the f_r (reuse frequency, see
         `eviction.Use`) that the catalog remembers of the chunk, added to its own.
 
-        The reservation of the file ends. Returns the files whose rows were removed for it, [] without any: the older
-        one, unless it has the same name, and those beyond the limits on the number of variants, in the chunk and in
-        all; the new row itself stays. They are at risk on behalf of `writer`, the caller's token as in `reserve`, until
-        the caller has deleted them and calls `settle`. What an `extra_variant` is, `types.captures.Capture` says.
-        Returns None, with nothing changed, if the chunk was removed on purpose, or one that has shaped it, or if one of
-        the inexact `sources` has left (see `types.captures.Capture`); the caller deletes the file that it has written.
-        Removed are chunks noted in `removals`, and for an `extra_variant` also a chunk that has no variant left and is
-        not remembered as evicted.
+        Returns the files whose rows were removed for it: the older one, unless it has the same name, and those beyond
+        the limits on the number of variants. They are at risk on behalf of `writer` until the caller has deleted them
+        and calls `settle`. Returns None, with nothing changed, if the chunk or one that has shaped it was removed on
+        purpose, or if one of the inexact `sources` has left (see `types.captures.Capture`); the caller deletes the file
+        that it has written. For an `extra_variant`, a chunk that has no variant left and is not remembered as evicted
+        counts as removed too.
 
-        Raises StoreError if the catalog cannot be changed. The caller has checked the variant with `row_error`;
-        otherwise TypeError, ValueError, AttributeError, OverflowError or struct.error may be raised too. After any
-        error nothing is changed.
+        The caller has checked the variant with `row_error`.
         """
         key = variant.key
         with self._db.writing() as connection:
@@ -488,10 +441,7 @@ class Catalog:
         ]
 
     def settle(self, files: Iterable[FileRef]) -> None:
-        """Remove the entries of these files at risk, which no longer exist or never did; their room is free then.
-
-        Files without an entry are passed over. Raises StoreError if the catalog cannot be changed.
-        """
+        """Remove the entries of these files at risk, which no longer exist or never did; their room is free then."""
         with self._db.writing() as connection:
             _settle(connection, files)
 
@@ -503,12 +453,11 @@ class Catalog:
         why: EvictionReason = EvictionReason.DAMAGED,
         forget: Sequence[str] = (),
     ) -> list[FileRef]:
-        """Remove the rows of exactly these files; return those that had a row, [] if none had.
+        """Remove the rows of exactly these files; return those that had a row, with `why` as their `evicted`.
 
-        The result has the bytes of each file, and `why` as its `evicted`. The files are at risk then, on behalf of the
-        token `writer`; the caller deletes them and calls `settle`. Chunk ids to `forget` are no longer remembered as
-        evicted, in any namespace: they were removed on purpose. What an administrator removes stays removed after a
-        power cut. Raises StoreError if the catalog cannot be changed, also without files.
+        The files are then at risk on behalf of `writer`; the caller deletes them and calls `settle`. Chunk ids to
+        `forget`, which were removed on purpose, are no longer remembered as evicted. What an administrator removes
+        stays removed after a power cut.
         """
         query = f"SELECT {_FILE} FROM variants WHERE variant_id = ? AND created = ?"
         with self._db.writing(removes=why is EvictionReason.ADMINISTRATOR) as connection:
@@ -526,15 +475,11 @@ class Catalog:
             )
 
     def compact(self) -> None:
-        """Write the file again without what an administrator removed, see `Database.compact`. Raises StoreError."""
+        """Write the file again without what an administrator removed, see `Database.compact`."""
         self._db.compact()
 
     def limits(self) -> dict[str, int]:
-        """Return name → stored limit, {} if none is stored. The names are fields of `Limits`.
-
-        Unknown names, and values that are no whole numbers above 0, are left out. Raises StoreError if the catalog
-        cannot be read.
-        """
+        """Return name (a field of `Limits`) → stored limit; unknown names and invalid values are left out."""
         with self._db.reading() as connection:
             found = connection.execute("SELECT name, value FROM limits").fetchall()
         known = {limit.name for limit in fields(Limits)}
@@ -545,10 +490,7 @@ class Catalog:
         }
 
     def set_limits(self, limits: Mapping[str, int]) -> None:
-        """Store these limits, by name, if any differs from the one stored; other limits stay. No row is removed.
-
-        Raises StoreError if the catalog cannot be read, or would have to be changed and cannot be.
-        """
+        """Store these limits, by name, if any differs from the one stored; other limits stay. No row is removed."""
         if limits.items() - self.limits().items():
             with self._db.writing() as connection:
                 connection.executemany("INSERT OR REPLACE INTO limits VALUES (?,?)", limits.items())
@@ -556,9 +498,8 @@ class Catalog:
     def over(self, limits: Limits) -> tuple[list[FileRef], EvictionReason]:
         """Return files beyond the byte budget or the number of variants, lowest score first, and the limit exceeded.
 
-        If both limits are exceeded, the result is the longer list, with its limit. If neither is, it is no files and
-        `BUDGET`. Files being written or deleted count towards the byte budget; `limits.variants_per_chunk` does not
-        count. Nothing is removed here. Raises StoreError if the catalog cannot be read.
+        If both are exceeded, the longer list. Files being written or deleted count towards the byte budget;
+        `limits.variants_per_chunk` does not count.
         """
         with self._db.reading() as connection:
             _, variants, nbytes = _state(connection)
@@ -571,10 +512,7 @@ class Catalog:
         return many, EvictionReason.COUNT_CAP
 
     def record_uses(self, uses: Mapping[str, Use]) -> None:
-        """Add to the uses of each variant id and compute its score again; ids without a row are passed over.
-
-        Raises StoreError if the catalog cannot be changed, also without uses; then none is added.
-        """
+        """Add to the uses of each variant id and compute its score again; ids without a row are passed over."""
         with self._db.writing() as connection:
             self._record_uses(connection, uses)
 
@@ -606,11 +544,7 @@ class Catalog:
 
     @contextmanager
     def standstill(self) -> Iterator[None]:
-        """Keep every other writer, in any process, from adding or removing rows while the block runs. Keep it short.
-
-        Raises StoreError if the catalog cannot be written or is closed, or another process holds its lock for longer
-        than the busy timeout. Within the block, a call by this thread that changes the catalog raises StoreError.
-        """
+        """Keep every other writer, in any process, from adding or removing rows while the block runs. Keep it short."""
         with self._db.writing():
             yield
 
@@ -708,10 +642,7 @@ def _settle(connection: sqlite3.Connection, files: Iterable[FileRef]) -> None:
 
 
 def _depart(connection: sqlite3.Connection, rows: Sequence[_Candidate]) -> list[FileRef]:
-    """Advance the clock to the scores of rows about to be evicted, and remember their uses by chunk.
-
-    Returns their files; the caller removes the rows.
-    """
+    """Move the clock to the scores of rows about to be evicted, remember their uses; return their files."""
     clock, variants, _ = _state(connection)
     many = False
     for row in rows:
@@ -740,10 +671,7 @@ def _facts_of(variant: Variant, file_bytes: int, used: Use) -> VariantFacts:
 def _remembered(
     connection: sqlite3.Connection, scope: int, chunk_id: str, *, first: bool
 ) -> Use | None:
-    """Uses of an evicted chunk that is stored again: once, and for its `first` variant. The clock moves.
-
-    None if it is not remembered as evicted.
-    """
+    """Return, once, the uses of an evicted chunk that is stored again, for its `first` variant. The clock moves."""
     query = f"DELETE FROM departed WHERE scope = ? AND chunk_id = ? RETURNING {_FREQUENCY}, {_SAVED}, place"
     found = connection.execute(query, (scope, chunk_id)).fetchall()
     if not found or not first:

@@ -42,19 +42,16 @@ class MarkedText(NamedTuple):
 class FoundTexts:
     """Two tables of the catalog: seen texts, and marks of captured texts. Any thread may call any method.
 
-    The marks of a chunk are removed with its last variant. Every method raises StoreError if the catalog cannot be read
-    or written, or is closed.
+    The marks of a chunk are removed with its last variant.
     """
 
     def __init__(self, database: Database) -> None:
         self._db = database
 
     def seen(self, names: Sequence[str]) -> set[str]:
-        """Note that these texts were seen; return the names of those that had been seen before, a set.
+        """Note that these texts (digests, see `prompt.unmarked.candidates_of`) were seen; return those seen before.
 
-        `names` are digests of texts, see `prompt.unmarked.candidates_of`. A repeated name in `names` counts as seen
-        before. The `MOST_SEEN` names that were first seen most recently are remembered. Raises StoreError if the
-        catalog cannot be written. Raises ValueError (UnicodeEncodeError) for a name with half a surrogate pair.
+        The `MOST_SEEN` names that were first seen most recently are remembered; a repeated name counts as seen before.
         """
         with self._db.writing() as connection:
             insert = "INSERT OR IGNORE INTO seen_texts (name) VALUES (?)"
@@ -64,12 +61,9 @@ class FoundTexts:
         return known
 
     def mark(self, namespace: str, fingerprint: str, chunk_id: str, mark: tuple[int, int]) -> None:
-        """Note a mark of a captured text and its place in it, see `Capture.mark`.
+        """Note a mark of a captured text and its place in it, see `Capture.mark`; an earlier place is replaced.
 
-        An earlier place of this mark is replaced; a text may have several marks. The chunk need not be stored. Does
-        nothing if no chunk-cache of this namespace and fingerprint was ever stored. Raises StoreError if the catalog
-        cannot be written. Raises ValueError (UnicodeEncodeError) for a text with half a surrogate pair, and
-        OverflowError for a number of more than 63 bits.
+        The chunk need not be stored. Does nothing if no chunk-cache of this namespace and fingerprint was ever stored.
         """
         with self._db.writing() as connection:
             number, place = mark
@@ -85,13 +79,7 @@ class FoundTexts:
     def marked(
         self, namespace: str, fingerprint: str, marks: Mapping[int, object], *, session: str | None
     ) -> list[MarkedText]:
-        """Return the captured texts that have one of these marks, in no order, [] without any.
-
-        Only texts with a stored variant that is shared or private to `session`. A text occurs once for each of its
-        marks that is among the keys of `marks`; the values are not used. Raises StoreError if the catalog cannot be
-        read. Raises ValueError (UnicodeEncodeError) for a text with half a surrogate pair, and TypeError for marks that
-        JSON cannot hold.
-        """
+        """Return the texts, shared or of `session`, with a variant and one of these marks, once for each mark."""
         with self._db.reading() as connection:
             given = {
                 "namespace": namespace,

@@ -32,8 +32,7 @@ _NOTE = """INSERT INTO removed_chunks (chunk_id, namespace, removed)
 class Removals:
     """A table of the catalog: ids of removed chunks, which are digests of their texts.
 
-    Any thread may call any method. With the namespace None a method means all namespaces. Every method raises
-    StoreError if the catalog cannot be read or written, or is closed.
+    With the namespace None a method means all namespaces.
     """
 
     def __init__(self, database: Database) -> None:
@@ -86,7 +85,7 @@ def shaping_of(
 ) -> frozenset[str] | None:
     """Return the ids of chunks that have shaped a capture and are not in its origin prefix; maybe `ANY`.
 
-    `sources` are the variants that were reused before it. Returns None if a source has left the catalog since: then it
+    Returns None if one of the `sources`, the variants that were reused before it, has left the catalog since: then it
     is not known what has shaped it.
     """
     shaping: set[str] = set()

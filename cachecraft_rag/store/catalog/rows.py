@@ -34,7 +34,7 @@ _WRONG = (
 class CatalogRow(NamedTuple):
     """The columns of a variant, in the order of the queries.
 
-    The types are those of an intact row. Until the checksum has been compared, any column may hold any value.
+    Until the checksum has been compared, any column may hold any value.
     """
 
     chunk_id: str
@@ -62,9 +62,7 @@ COLUMNS = ", ".join(f"v.{name}" for name in CatalogRow._fields)
 
 
 def pack_ids(ids: Sequence[str]) -> bytes | str:
-    """Return segment ids as 16 bytes each; as JSON text, which SQLite keeps apart by type, if one is not a digest.
-
-    A digest is 32 lower-case hex digits. Without ids the result is b"".
+    """Return segment ids as 16 bytes each, or as JSON text if one is not a digest (32 lower-case hex digits).
 
     >>> unpack_ids(pack_ids(("00" * 16, "ff" * 16))) == ("00" * 16, "ff" * 16)
     True
@@ -81,11 +79,7 @@ def pack_ids(ids: Sequence[str]) -> bytes | str:
 
 
 def unpack_ids(packed: bytes | str) -> tuple[str, ...]:
-    """Return the ids that `pack_ids` has packed, () without any.
-
-    Raises ValueError, TypeError or RecursionError for damaged text, and AttributeError for a column that is None or a
-    whole number. Damaged bytes, and some damaged text, give other ids and raise nothing.
-    """
+    """Return the ids that `pack_ids` has packed. Damaged bytes give other ids and raise nothing."""
     if isinstance(packed, str):
         return tuple(json.loads(packed))
     text = packed.hex()
@@ -95,12 +89,7 @@ def unpack_ids(packed: bytes | str) -> tuple[str, ...]:
 
 
 def row_of(variant: Variant, *, file_bytes: int, frequency: float) -> CatalogRow:
-    """Return the row of a variant, with its checksum, and with `inter` as float32.
-
-    `file_bytes` is the size of its file in bytes, and `frequency` takes the place of its `reuse_frequency`. Raises
-    TypeError, ValueError, AttributeError or struct.error for fields of a wrong type, and OverflowError or struct.error
-    for numbers out of range.
-    """
+    """Return the row of a variant, with its checksum, and with `inter` as float32."""
     key = variant.key
     row = CatalogRow(
         chunk_id=key.chunk_id,
@@ -116,12 +105,7 @@ def row_of(variant: Variant, *, file_bytes: int, frequency: float) -> CatalogRow
 
 
 def sum_of(namespace: str, fingerprint: str, row: CatalogRow) -> int:
-    """Return the xxh3 (64 bit) of everything that never changes in a row, as SQLite's signed integer.
-
-    It covers all columns but `reuse_frequency` and `row_sum`, and the two names. Raises TypeError, ValueError,
-    AttributeError or struct.error for a column of the wrong kind, and OverflowError or struct.error for a number out of
-    range.
-    """
+    """Return the xxh3 (64 bit, signed) of the names and all columns but `reuse_frequency` and `row_sum`."""
     ids = row.origin_prefix
     owner = "shared" if row.session is None else "of " + row.session
     names = (
@@ -142,10 +126,7 @@ def sum_of(namespace: str, fingerprint: str, row: CatalogRow) -> int:
 
 
 def sum_of_scores(inter: bytes | None) -> int:
-    """Return the xxh3 (64 bit) of a variant's token scores, as SQLite's signed integer.
-
-    None, for no scores, has a checksum too. Raises TypeError for a column that is not bytes.
-    """
+    """Return the xxh3 (64 bit, signed) of a variant's token scores; None has a checksum too."""
     length = struct.pack("<q", -1 if inter is None else len(inter))
     return xxhash.xxh3_64_intdigest(length + (inter or b"")) - _HALF
 
@@ -153,10 +134,9 @@ def sum_of_scores(inter: bytes | None) -> int:
 def variant_of_row(
     namespace: str, fingerprint: str, row: CatalogRow, payload: Payload = NOTHING
 ) -> Variant:
-    """Return the variant of a row; `payload` holds the look-up's facts about its bytes.
+    """Return the variant of a row, with `payload` for the look-up's facts about its bytes.
 
-    Raises ValueError, and nothing else, if the row is not as it was written, or a column has the wrong type. The ranges
-    of its numbers are not checked, see `row_error`.
+    Raises only ValueError, for a wrong checksum or a column of a wrong type. Ranges are not checked, see `row_error`.
     """
     try:
         if row.row_sum != sum_of(namespace, fingerprint, row):
@@ -174,11 +154,7 @@ def variant_of_row(
 
 
 def unpacked(scores: bytes | None) -> np.ndarray | None:
-    """Return token scores from a column of the catalog, float32 `[tokens]`, a writable copy; None for None.
-
-    Raises ValueError if the number of bytes is not a multiple of 4, and TypeError for a column that is not bytes. The
-    number of tokens is not checked.
-    """
+    """Return token scores from a column of the catalog, float32 `[tokens]`, a writable copy."""
     return None if scores is None else np.frombuffer(scores, dtype="<f4").astype(np.float32)
 
 

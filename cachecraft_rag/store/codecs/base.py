@@ -38,6 +38,7 @@ class Codec(ABC):
     """Turns each layer of a chunk-cache into a block of bytes and back; a block needs no other block to be decoded.
 
     Codecs hold no state, so any thread may call any method. The interpreter's lock is released during the work.
+    `encode` and `decode` raise ValueError, with the reason, for values or blocks that they cannot convert.
 
     Attributes:
         name: name in `CODECS`, in the catalog's rows and in files. The format of a name never changes.
@@ -53,62 +54,42 @@ class Codec(ABC):
 
     @classmethod
     def typical_bytes(cls, layout: KVLayout, tokens: int) -> int:
-        """Return the approximate number of bytes of a layer's block; by default the exact one of `block_bytes`.
-
-        Override it wherever `block_bytes` returns None: the default is 0 then. The default makes a codec. An override
-        needs none, and so works without the codec's package.
-        """
+        """Return a block's approximate bytes, without the codec's package; override it if `block_bytes` is None."""
         return cls().block_bytes(layout, tokens) or 0
 
     def most_bytes(self, layout: KVLayout, tokens: int) -> int:
-        """Return the number of bytes of the largest block that `encode` may return; a larger one is damaged.
-
-        Override it wherever `block_bytes` returns None: the default is 0 then.
-        """
+        """Return the bytes of the largest block that `encode` may return; override it if `block_bytes` is None."""
         return self.block_bytes(layout, tokens) or 0
 
     def parts(self, layout: KVLayout, tokens: int, nbytes: int) -> tuple[BlockPart, ...]:
-        """Return the tensors in a layer's block of `nbytes` bytes, in order.
-
-        By default it is a single one, of bytes that only the codec understands. Codecs with a fixed block size ignore
-        `nbytes`.
-        """
+        """Return the tensors in a block of `nbytes` bytes, in order; by default one of the codec's own bytes."""
         return (BlockPart("", "U8", (nbytes,)),)
 
     def run(self, layout: KVLayout, tokens: int, start: int, stop: int) -> tuple[slice, ...]:
-        """Return the slices of a block that, joined, are a block of the tokens from `start` up to `stop`.
-
-        `stop` is exclusive; `tokens` are those of the whole block. Runs may share a slice, such as scales of the whole
-        chunk, which each of them then reads. () if a block can only be decoded as a whole, as by
-        default.
-        """
+        """Return slices of a block that are a block of tokens `start` to `stop`; () if it is only decoded whole."""
         return ()
 
     @abstractmethod
     def encode(self, kv: Tensor, *, layer: int, layers: int) -> Tensor:
-        """Return the block, uint8 `[bytes]`, of one layer of `layers`.
+        """Return the block, uint8 `[bytes]`, of one layer of `layers`; it may share the memory of `kv`.
 
-        `kv` is `[2, tokens, kv_heads, head_dim]`, contiguous, on a CPU. The block may share its memory. Raises
-        ValueError with the reason if the values cannot be encoded.
+        `kv` is `[2, tokens, kv_heads, head_dim]`, contiguous, on a CPU.
         """
 
     @abstractmethod
     def decode(self, block: Tensor, *, out: Tensor) -> None:
         """Fill `out` `[2, tokens, kv_heads, head_dim]`, of the dtype that was encoded, from a block uint8 `[bytes]`.
 
-        `out` is contiguous if `run` returns nothing.
-
-        Raises ValueError with the reason if the block cannot be decoded to that shape; `out` may be partly filled then.
-        Checksums detect changed bytes, not this method.
+        `out` is contiguous if `run` returns nothing, and may be partly filled after an error. Checksums detect changed
+        bytes, not this method.
         """
 
 
 def stretches(out: Tensor) -> Iterator[slice]:
     """Yield runs of tokens of `out` `[2, tokens, kv_heads, head_dim]` that torch processes in a single thread.
 
-    The runs follow each other and cover all tokens; each has at least one token. There are none without tokens. Longer
-    runs would be divided among all of torch's threads, again for each reader. These threads and those of a running pass
-    would wait for each other: on two cores both take several times as long.
+    Longer runs would be divided among all of torch's threads, again for each reader. These threads and those of a
+    running pass would wait for each other: on two cores both take several times as long.
 
     >>> import torch
     >>> [(run.start, run.stop) for run in stretches(torch.empty(2, 100, 3, 64))]
@@ -125,7 +106,7 @@ def finish(work: Tensor, out: Tensor) -> None:
     """Copy decoded float32 values to `out`, of equal shape and of any float dtype; it may be the same tensor.
 
     Values beyond the range of that dtype become its largest value, in `work` too: rounding may have led beyond it, and
-    no value must become infinite. NaN stays NaN.
+    no value must become infinite.
     """
     import torch
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cachecraft_rag.errors import ConfigError
+from cachecraft_rag.checks import from_extra
 from cachecraft_rag.store.codecs.base import Codec, finish, stretches
 from cachecraft_rag.types.kv_layout import KVLayout
 
@@ -48,12 +48,8 @@ class Entropy(Codec):
 
     def __init__(self) -> None:
         """Raises ConfigError when zstandard is not installed."""
-        try:
+        with from_extra("codecs", "The codec entropy"):
             import zstandard
-        except ImportError as error:
-            raise ConfigError(
-                "The codec entropy needs the package zstandard: pip install 'cachecraft-rag[codecs]'."
-            ) from error
         self._zstandard = zstandard
 
     def block_bytes(self, layout: KVLayout, tokens: int) -> None:
@@ -81,8 +77,7 @@ class Entropy(Codec):
     def encode(self, kv: Tensor, *, layer: int, layers: int) -> Tensor:
         """Return the block, uint8 `[bytes]`, of `kv` `[2, tokens, kv_heads, head_dim]`; see `Codec.encode`.
 
-        The block is a new tensor. Raises ValueError for infinities, NaN, and values that are too large to be squared
-        (beyond 1e18), and torch's IndexError without tokens.
+        Refuses infinities, NaN, and values that are too large to be squared (beyond 1e18).
         """
         import torch
 
@@ -105,10 +100,7 @@ class Entropy(Codec):
         return torch.from_numpy(np.frombuffer(bytearray().join((*start, *frames)), dtype=np.uint8))
 
     def decode(self, block: Tensor, *, out: Tensor) -> None:
-        """Fill `out` `[2, tokens, kv_heads, head_dim]` from a block, uint8 `[bytes]`; see `Codec.decode`.
-
-        Raises ValueError for a block that is too short, holds another number of values, or is not zstandard's.
-        """
+        """Fill `out` `[2, tokens, kv_heads, head_dim]` from a block; see `Codec.decode`."""
         import torch
 
         _, _, kv_heads, head_dim = out.shape
@@ -153,10 +145,7 @@ class Entropy(Codec):
 
 
 def _steps(values: Tensor, mean: Tensor, shares: Tensor) -> Tensor:
-    """The step of each head, `[2, 1, kv_heads, 1]`: a share of its spread; more where the numbers would not fit else.
-
-    Raises ValueError when that is not a finite number.
-    """
+    """Return each head's step, `[2, 1, kv_heads, 1]`: a share of its spread, or more to fit the numbers."""
     import torch
 
     rest = values - mean

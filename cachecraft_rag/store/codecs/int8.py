@@ -30,10 +30,7 @@ class Int8(Codec):
         return 2 * tokens * layout.kv_heads * (_SCALE_BYTES + layout.head_dim)
 
     def parts(self, layout: KVLayout, tokens: int, nbytes: int) -> tuple[BlockPart, ...]:
-        """Return two parts: the scales `[2, tokens, kv_heads, 1]` in bfloat16, then the values as 8-bit integers.
-
-        In this order both are aligned, whatever the shape. `nbytes` is ignored.
-        """
+        """Return scales `[2, tokens, kv_heads, 1]` in bfloat16, then values as int8: in this order both are aligned."""
         _, *shape = layout.shape(tokens)
         return BlockPart(".scale", "BF16", (*shape[:3], 1)), BlockPart(".int8", "I8", tuple(shape))
 
@@ -50,10 +47,7 @@ class Int8(Codec):
         return (*scales, *values)
 
     def encode(self, kv: Tensor, *, layer: int, layers: int) -> Tensor:
-        """Return the block, uint8 `[bytes]`, of `kv` `[2, tokens, kv_heads, head_dim]`; see `Codec.encode`.
-
-        The block is a new tensor. Raises ValueError for infinities and NaN.
-        """
+        """Return a new block, uint8 `[bytes]`, of `kv` `[2, tokens, kv_heads, head_dim]`; no infinities, no NaN."""
         import torch
 
         values = kv.float()
@@ -69,10 +63,7 @@ class Int8(Codec):
         return block
 
     def decode(self, block: Tensor, *, out: Tensor) -> None:
-        """Fill `out` `[2, tokens, kv_heads, head_dim]` from a block, uint8 `[bytes]`; see `Codec.decode`.
-
-        `out` need not be contiguous. Raises ValueError for a block of another length.
-        """
+        """Fill `out` `[2, tokens, kv_heads, head_dim]`, maybe not contiguous, from a block; see `Codec.decode`."""
         import torch
 
         scales = out.numel() // out.shape[-1] * _SCALE_BYTES

@@ -20,7 +20,7 @@ class Raw(Codec):
     in_place = True
 
     def block_bytes(self, layout: KVLayout, tokens: int) -> int:
-        """Return the number of bytes of a layer of the tensor. Raises ZeroDivisionError for a layout without layers."""
+        """Return the number of bytes of a layer of the tensor."""
         return layout.nbytes(tokens) // layout.layers
 
     def parts(self, layout: KVLayout, tokens: int, nbytes: int) -> tuple[BlockPart, ...]:
@@ -28,27 +28,18 @@ class Raw(Codec):
         return (BlockPart("", _NAMES[layout.dtype], layout.shape(tokens)[1:]),)
 
     def run(self, layout: KVLayout, tokens: int, start: int, stop: int) -> tuple[slice, ...]:
-        """Return two slices: one of the keys and one of the values.
-
-        Raises ZeroDivisionError for a layout without layers.
-        """
+        """Return two slices: one of the keys and one of the values."""
         token = layout.nbytes(1) // (2 * layout.layers)
         return tuple(slice(token * (half + start), token * (half + stop)) for half in (0, tokens))
 
     def encode(self, kv: Tensor, *, layer: int, layers: int) -> Tensor:
-        """Return the memory of `kv` `[2, tokens, kv_heads, head_dim]` as uint8 `[bytes]`: a view, no copy.
-
-        Raises torch's RuntimeError if `kv` is not contiguous; no values are refused.
-        """
+        """Return the memory of `kv` `[2, tokens, kv_heads, head_dim]` as uint8 `[bytes]`: a view, no copy."""
         import torch
 
         return kv.view(-1).view(torch.uint8)
 
     def decode(self, block: Tensor, *, out: Tensor) -> None:
-        """Copy a block, uint8 `[bytes]`, to `out` `[2, tokens, kv_heads, head_dim]`; `in_place` avoids the copy.
-
-        Raises ValueError for a block of another length, and torch's RuntimeError if `out` is not contiguous.
-        """
+        """Copy a block, uint8 `[bytes]`, to `out` `[2, tokens, kv_heads, head_dim]`; `in_place` avoids the copy."""
         import torch
 
         if len(block) != out.nbytes:

@@ -51,10 +51,7 @@ _KIND = Kind(
 
 
 def opened_audits(folder: Path, *, busy_timeout_s: float) -> Database:
-    """Open or create the file in a folder, without texts that were removed before; it is to be closed.
-
-    Raises StoreError if the file is damaged or cannot be opened, and OSError if the folder cannot be made.
-    """
+    """Open or create the file in a folder, without texts that were removed before; it is to be closed."""
     database = Database(folder / AUDIT_FILE, kind=_KIND, busy_timeout_s=busy_timeout_s)
     try:
         database.compact()
@@ -65,17 +62,7 @@ def opened_audits(folder: Path, *, busy_timeout_s: float) -> Database:
 
 
 def forget_texts(folder: Path, namespace: str | None, *, busy_timeout_s: float) -> None:
-    """Remove the texts of all audits: an answer may quote a removed document. Their numbers stay.
-
-    Does nothing without the file, which is not made.
-
-    Args:
-        folder: the folder of the chunk-caches.
-        namespace: the tenant; None: all.
-        busy_timeout_s: longest wait for another process, in seconds.
-
-    Raises StoreError if the file cannot be opened or written.
-    """
+    """Remove the texts of a tenant's audits (None: all): an answer may quote a removed document. Their numbers stay."""
     if not (folder / AUDIT_FILE).is_file():
         return
     database = opened_audits(folder, busy_timeout_s=busy_timeout_s)

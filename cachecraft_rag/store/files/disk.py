@@ -44,8 +44,7 @@ class Throttle:
     def pieces(self, buffer: memoryview) -> Iterator[tuple[memoryview, int]]:
         """Yield `buffer` in pieces of at most 64 KiB with their offsets in it, each as soon as the rate allows it.
 
-        The iteration waits until then; all threads share the rate. The pieces are views. Without a rate the whole
-        buffer is yielded at once, as a single piece. With a rate, an empty buffer yields nothing.
+        All threads share the rate. Without a rate the whole buffer is yielded at once.
         """
         if self.bytes_per_s == math.inf:
             yield buffer, 0
@@ -122,8 +121,7 @@ class DiskTier:
     def path(self, variant_id: str, created: float) -> Path:
         """Return the path of this variant's file.
 
-        `created` is part of the name: a replacement gets another file, so an old row never refers to a new file. For an
-        id or a time that is not valid, as in a damaged row, it is `root/none`.
+        `created` is part of the name: a replacement gets another file, so an old row never refers to a new file.
         """
         if not (
             isinstance(created, float | int)
@@ -142,9 +140,8 @@ class DiskTier:
     def write(self, variant: Variant, encoded: Encoded, *, writer: str) -> None:
         """Write the file completely, wait until it is synced, and then give it its name.
 
-        Missing folders are created. A file of the same id and time is replaced. `writer` is a token of hex digits,
-        which marks the temporary file. Raises OSError if the system refuses a step. There is no new file then, and no
-        temporary one, unless only the last step failed, which syncs the folder.
+        A file of the same id and time is replaced. `writer` marks the temporary file. After an error neither file
+        exists, unless only the last step failed, which syncs the folder.
         """
         path = self.path(variant.variant_id, variant.created)
         temporary = self._temporary(path, writer)
@@ -170,9 +167,7 @@ class DiskTier:
     def open(self, variant: Variant) -> StoredVariant | Unavailable:
         """Open the file and verify its header; return the opened variant, without an allocated tensor, or the reason.
 
-        The opened variant is to be closed. Raises nothing: the reason is a `Damaged` for a missing or damaged file and
-        one of another variant, which can never be read, and otherwise an `Unavailable`, for a file that the system
-        refuses to open or read, or a codec that is unknown or not installed.
+        The reason is a `Damaged` for a missing or damaged file and one of another variant, which can never be read.
         """
         try:
             source = _File(self.path(variant.variant_id, variant.created), self.throttle)
@@ -186,9 +181,7 @@ class DiskTier:
     def read(self, variant: Variant) -> LoadedVariant | Unavailable:
         """Return the whole tensor, with every byte verified, or the reason why it cannot be read.
 
-        The file is closed again, and nothing is kept or counted. The reason is a `Damaged` if the file is missing,
-        damaged or of another variant. It is another `Unavailable` if the system refuses to read it, its codec is
-        unknown or not installed, or memory is short. Raises nothing for these.
+        The file is closed again, and nothing is kept or counted. For the reasons see `open`.
         """
         stored = self.open(variant)
         if isinstance(stored, Unavailable):
@@ -202,29 +195,25 @@ class DiskTier:
             stored.close()
 
     def remove(self, variant_id: str, created: float) -> None:
-        """Delete the file, if it exists; its folder stays. Raises OSError if the system refuses."""
+        """Delete the file, if it exists; its folder stays."""
         self.path(variant_id, created).unlink(missing_ok=True)
 
     def sync_removed(self, files: Iterable[FileRef]) -> None:
-        """Sync the folders of deleted files, so that a power cut brings none back. Raises OSError."""
+        """Sync the folders of deleted files, so that a power cut brings none back."""
         for folder in {self.path(file.variant_id, file.created).parent for file in files}:
             if folder.is_dir():
                 sync_folder(folder)
 
     def leftovers(self, variant_id: str, created: float, writer: str) -> list[Path]:
-        """Return the existing files of a variant that `writer` was about to create or delete: temporary and final.
-
-        Empty if there are none. Raises OSError if the system refuses to look at one.
-        """
+        """Return the existing files, temporary and final, of a variant that `writer` was about to create or delete."""
         path = self.path(variant_id, created)
         return [part for part in (self._temporary(path, writer), path) if part.exists()]
 
     def scan(self) -> Iterator[tuple[Path, FileRef]]:
         """Yield the path of every file below the root, temporary ones too, with id and time from its name and its size.
 
-        A file whose name is not of this store has the id "" and the time 0.0. There is no order, and the files may
-        change meanwhile. Raises OSError if the system refuses to look at a file. A folder that cannot be listed is left
-        out, the root too.
+        A file whose name is not of this store has the id "" and the time 0.0. A folder that cannot be listed is left
+        out.
         """
         for folder, _, names in os.walk(self.root):
             for name in names:
@@ -249,7 +238,7 @@ class DiskTier:
 
 
 def sync_folder(folder: Path) -> None:
-    """Wait until the names in a folder are on the disk. Raises OSError if the system refuses."""
+    """Wait until the names in a folder are on the disk."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

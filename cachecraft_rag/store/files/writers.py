@@ -26,10 +26,9 @@ class Writers:
         self._lock = threading.Lock()
 
     def enter(self) -> None:
-        """Count as alive from now on: create this token's lock file in `folder`, and lock it until `leave`.
+        """Count as alive until `leave`: create this token's lock file and lock it.
 
-        Called before the first write, because readers need no file. A second call before `leave` does nothing. Raises
-        OSError if the folder or the lock file cannot be made, or the file system has no locks.
+        Called before the first write, because readers need no file.
         """
         with self._lock:
             if self._descriptor >= 0:
@@ -50,12 +49,7 @@ class Writers:
         return self.folder / f"{token}.lock"
 
     def is_alive(self, token: str) -> bool:
-        """Return True if the writer of this token still runs; always True for this store's own token.
-
-        False for an unknown token, and for one that is no text of letters and digits, from a damaged row. False is
-        final for a writer that has been alive: tokens are never used twice. Raises OSError if its lock file cannot be
-        opened, or the file system has no locks.
-        """
+        """Return True if the writer of this token still runs. False is final: tokens are never used twice."""
         if token == self.token:
             return True
         if not (isinstance(token, str) and token.isalnum()):  # from a damaged row, so not a token
@@ -74,20 +68,13 @@ class Writers:
         return False
 
     def remove_stale_locks(self) -> None:
-        """Delete the lock files of killed writers. To be called after their other files are removed.
-
-        Those of running writers stay. Raises OSError if a file cannot be opened, locked or deleted; later ones then
-        stay too. Files that another process has deleted are passed over, and a missing folder counts as empty.
-        """
+        """Delete the lock files of killed writers, after their other files are removed."""
         for path in self.folder.glob("*.lock"):
             if not self.is_alive(path.stem):
                 path.unlink(missing_ok=True)
 
     def leave(self) -> None:
-        """Count as ended from now on: delete this token's lock file and release the lock. Does nothing if not entered.
-
-        Raises nothing: a file that cannot be deleted is left to the next opening. `enter` may be called again.
-        """
+        """Count as ended: delete this token's lock file, or leave that to the next opening, and release the lock."""
         with self._lock:
             if self._descriptor >= 0:
                 with suppress(OSError):

@@ -32,16 +32,12 @@ class Loader:
     ) -> PendingLoads:
         """Begin to read in at most two threads of the store; return the loads at once. Hand them to `end`.
 
-        Without variants there is nothing to load, and the loads are complete. The expected rate is the lowest of those
-        remembered for the tiers of the variants.
+        The expected rate is the lowest of those remembered for the tiers of the variants. After the store was closed
+        all extents fail with `LoadFailure.CLOSED`.
 
         Args:
-            stored: pairs in prompt order: an opened variant whose tensor is allocated, and the position in the prompt
-                of its first token.
+            stored: pairs in prompt order: an opened variant whose tensor is allocated, and its first token's position.
             unused: positions that need not be read; extents with other tokens too are read nevertheless.
-
-        Raises nothing for a closed store, or if the system has no room for a thread: all extents then fail with
-        `LoadFailure.CLOSED`. Raises ForkError in a forked process, unless `stored` is empty.
         """
         extents = [
             Extent(variant, start, first, last, kept=self._store.keeps(variant))
@@ -64,9 +60,8 @@ class Loader:
     def end(self, loads: PendingLoads) -> None:
         """Stop reading and close all chunk-caches of the request. Reads that run end soon; this does not wait for them.
 
-        A chunk-cache of which a part failed to load is passed to `ChunkCacheStore.lost`: a damaged one leaves the
-        store. The others of which a layer was read are passed to `keep`: memory keeps those that were loaded whole. The
-        rate is remembered if all were in one tier. Raises nothing: a failure of the store is logged.
+        Chunk-caches of which a part failed to load are passed to `ChunkCacheStore.lost`, others of which a layer was
+        read to `keep`. The rate is remembered if all were in one tier.
         """
         loads.close()
         tiers = {extent.stored.tier for extent in loads.extents}

@@ -38,10 +38,10 @@ class KVSink(Protocol):
     """Destination of loaded chunk-caches."""
 
     def place(self, layer: int, chunk: Tensor, start: int) -> None:
-        """Copy one layer of a chunk, `[2, tokens, kv_heads, head_dim]`, raw keys and values, to its place.
+        """Copy one layer of a chunk, `[2, tokens, kv_heads, head_dim]`, raw keys and values, to position `start` on.
 
-        `start` is the position in the prompt of its first token. The memory of `chunk` is used again after the call.
-        Several threads may call it at the same time, for different places.
+        The memory of `chunk` is used again after the call. Several threads may call it at the same time, for different
+        places.
         """
 
 
@@ -89,8 +89,7 @@ class Extent:
     def adjoins(self, other: Extent) -> bool:
         """Return True if both are neighbours in one chunk, have equally many layers, and can be read as one.
 
-        For that, no token of the later one may be taken, that is, computed instead of loaded. First tokens of the
-        earlier one may be taken. Either of the two may be the later one.
+        For that, no token of the later one may be taken.
         """
         if self.stored is not other.stored or self.layers != other.layers:
             return False
@@ -178,13 +177,8 @@ class PendingLoads:
     def read(self) -> None:
         """Read until no extent is left, or until `close`; several threads may run this at the same time.
 
-        Returns at once if other threads are reading all that is left. After each read the layer is placed, if `send_to`
-        was called and memory does not keep the chunk-cache, and `on_change` is called. A chunk-cache that cannot be
-        read, or memory that is short, raises nothing: its incomplete extents become `lost`.
-
-        Raises what `on_change` raises, and what the sink of `send_to` raises, except OSError, ValueError, RuntimeError
-        and MemoryError, which make extents `lost` too. Raises AssertionError if the tensor of a chunk-cache is not
-        allocated.
+        After each read the layer is placed, if `send_to` was called and memory does not keep the chunk-cache, and
+        `on_change` is called. Incomplete extents of a chunk-cache that cannot be read become `lost`.
         """
         scratch: Tensor | None = None
         for number in itertools.count():
@@ -251,11 +245,7 @@ class PendingLoads:
                     sink.place(job.layer, out[:, first - begin : last - begin], first)
 
     def fail(self, code: LoadFailure, reason: str) -> None:
-        """Mark all incomplete extents as `lost`, with this code and reason, and call `on_change`.
-
-        A `wait` looks again at its condition. To be called while no extent is being read. Raises what `on_change`
-        raises.
-        """
+        """Mark all incomplete extents as `lost`, and call `on_change`. To be called while no extent is being read."""
         with self._lock:
             for extents in self._by_chunk.values():
                 stored = extents[0].stored
@@ -380,9 +370,8 @@ class PendingLoads:
     def send_to(self, sink: KVSink) -> None:
         """Let readers place chunk-caches that memory does not keep as soon as each layer is loaded.
 
-        Then each reader holds at most one layer of them. The sink must allow writes from any thread; it is used until
-        `close`, and a second call replaces it. Layers that were loaded before this call are placed, and their memory
-        released, by the next `place`.
+        Then each reader holds at most one layer of them. The sink is used from any thread, until `close`. Layers that
+        were loaded before are placed, and their memory released, by the next `place`.
         """
         with self._lock:
             self._sink = sink
@@ -393,9 +382,8 @@ class PendingLoads:
     def take(self, tokens: float) -> list[int]:
         """Take up to this many tokens from the first incomplete extents to compute them; return their positions.
 
-        `tokens` is rounded to a whole number; infinity takes all. Fewer positions are returned if fewer are left, and
-        [] if no extent is incomplete. Tokens of an extent that is being read may be taken too. Once all tokens of an
-        extent are taken, it is not read any further, and the source of a `sequential` chunk-cache is closed.
+        Infinity takes all. Tokens of an extent that is being read may be taken too. Once all tokens of an extent are
+        taken, it is not read any further, and the source of a `sequential` chunk-cache is closed.
         """
         positions: list[int] = []
         wanted = round(tokens) if tokens < math.inf else self._tokens
@@ -412,10 +400,10 @@ class PendingLoads:
         return positions
 
     def leave_out(self, positions: Iterable[int]) -> None:
-        """Read no further layers of the extents whose tokens are all among these positions; returns None.
+        """Read no further layers of the extents whose tokens are all among these positions.
 
         For tokens that are computed in any case: unlike those of `take` they do not count as computed instead of
-        loaded. Other extents are read as before, and so are those of which a token is not among the positions.
+        loaded.
         """
         unused = frozenset(positions)
         if not unused:
@@ -437,10 +425,7 @@ class PendingLoads:
             extent.stored.close()
 
     def failed(self) -> list[int]:
-        """Return the positions that failed to load, in prompt order, [] without any; the caller must compute them.
-
-        They count as taken from then on, so each is returned once.
-        """
+        """Return, once, the positions that failed to load, in prompt order; the caller must compute them."""
         positions: list[int] = []
         with self._lock:
             if not self._has_lost:
@@ -459,28 +444,18 @@ class PendingLoads:
             return not self._left
 
     def incomplete(self) -> list[int]:
-        """Return the positions that are still to be loaded: neither loaded completely, nor lost, nor computed.
-
-        In prompt order; [] without any.
-        """
+        """Return, in prompt order, the positions that are still to be loaded: not loaded, lost or computed."""
         with self._lock:
             return [position for extent in self._incomplete() for position in extent.positions]
 
     def left(self) -> tuple[list[int], list[int], float]:
-        """Return `incomplete`, the number of these positions up to the end of each extent, and `bytes_left`.
-
-        The second list has a number for each incomplete extent, in which those of the extents before are counted too.
-        All three are from the same moment; without incomplete extents they are [], [] and 0.
-        """
+        """Return, of one moment: `incomplete`, how many of these positions end with each extent, `bytes_left`."""
         with self._lock:
             borders = itertools.accumulate(len(extent.positions) for extent in self._incomplete())
             return self.incomplete(), list(borders), self.bytes_left()
 
     def bytes_left(self) -> float:
-        """Return the stored bytes that are still to be read, a fraction in general; 0 if no extent is incomplete.
-
-        Extents count as a whole, even if a part of their tokens is computed or they are being read.
-        """
+        """Return the stored bytes that are still to be read; partly taken extents count as a whole."""
         with self._lock:
             left = [
                 (extent, (extent.last - extent.first) * (self.layers - extent.layers))
@@ -492,20 +467,14 @@ class PendingLoads:
         )
 
     def depth(self) -> int:
-        """Return how many first layers are loaded of every extent that is still to be loaded.
-
-        The number of all layers if no extent is incomplete.
-        """
+        """Return how many first layers are loaded of every incomplete extent; all layers without any."""
         with self._lock:
             while self._depth < self.layers and not self._at_depth[self._depth]:
                 self._depth += 1
             return self._depth
 
     def lost(self, stored: StoredVariant) -> Unavailable | None:
-        """Return why a part of this chunk-cache failed to load: the first failed extent's reason; None if none failed.
-
-        Raises KeyError if it is not an object of this request's `chunks`; equal objects do not count.
-        """
+        """Return why a part of this chunk-cache, an object of `chunks`, failed to load; None if none did."""
         reasons = (extent.lost for extent in self.of(stored) if extent.lost is not None)
         return next(reasons, None)
 
@@ -520,9 +489,8 @@ class PendingLoads:
     def wait(self, ready: Callable[[], bool], timeout: float | None = None) -> bool:
         """Wait until `ready()` is true; return True then, False after `timeout` seconds.
 
-        `ready` is called at once, and again after each read, `fail` and `close`, with the lock of these loads held.
-        `close` alone does not end the wait. `timeout` None waits without limit. The time counts in `waited_s`. Raises
-        what `ready` raises.
+        `ready` is called at once, and after each read, `fail` and `close`, with the lock held. The time counts in
+        `waited_s`.
         """
         started = time.perf_counter()
         try:
@@ -535,10 +503,9 @@ class PendingLoads:
         """Put one layer into `sink`, of the extents that have loaded it. Tokens that are computed are left out.
 
         Extents that have not loaded it are left out without waiting; `failed` names those that are lost. Chunk-caches
-        that readers place themselves (see `send_to`) are left out too, except layers that were loaded before `send_to`:
-        all of these are placed in the sink given there. With `below`, only complete extents that end at or before this
-        position are placed, and none again after its last layer. Raises what `place` of the sink raises, such as
-        torch's RuntimeError.
+        that readers place themselves (see `send_to`) are left out too, except layers that were loaded before `send_to`.
+        With `below`, only complete extents that end at or before this position are placed, and none again after its
+        last layer.
         """
         self._place_waiting()
         with self._lock:
@@ -585,8 +552,7 @@ class PendingLoads:
     def close(self) -> None:
         """Start no more reads, and close the sources of all chunk-caches, but not their tensors. Does not wait.
 
-        Current reads end soon. Extents that are incomplete stay so; they do not become `lost`. A second call does no
-        harm.
+        Current reads end soon. Extents that are incomplete stay so; they do not become `lost`.
         """
         with self._lock:
             self._closed = True

@@ -52,12 +52,9 @@ class Meter:
             self._in_flight += nbytes
 
     def end(self, nbytes: float, *, came: bool, cpu_s: float | None = None) -> None:
-        """Record that a read has ended.
+        """Record that a read of `nbytes` has ended; they count only if it `came` successfully.
 
-        Args:
-            nbytes: its bytes, as given to `begin`.
-            came: True if it was successful; only then its bytes count in the rate.
-            cpu_s: its CPU seconds, with those of verifying and decoding; None if they were not measured.
+        `cpu_s` are its CPU seconds, with those of verifying and decoding; None if they were not measured.
         """
         with self._lock:
             self._advance()
@@ -76,28 +73,20 @@ class Meter:
 
     @property
     def cpu_s_per_byte(self) -> float:
-        """CPU seconds per byte, mostly for verifying and decoding; the expected value before a read was measured.
-
-        The expected value is that of an earlier request, by default 0.
-        """
+        """CPU seconds per byte, mostly for verifying and decoding; before a read was measured, those expected."""
         with self._lock:
             return self._cpu_s / self._timed_bytes if self._timed_bytes else self._expected_cpu
 
     @property
     def cores(self) -> float:
-        """Number of cores that reading keeps busy, `cpu_s_per_byte` times `bytes_per_s`: a fraction in general.
-
-        0 while one of the two is unknown.
-        """
+        """Number of cores that reading keeps busy, a fraction in general; 0 while it is unknown."""
         return self.cpu_s_per_byte * self.bytes_per_s
 
     @property
     def bytes_per_s(self) -> float:
-        """Load rate in bytes per second.
+        """Load rate in bytes per second: of the latest arrival, or if all current reads ended now, whichever is lower.
 
-        It is the rate at the latest arrival, or the rate that would result if all current reads ended now, whichever is
-        lower. Before the first arrival the rate of the earlier request takes its place. If that is unknown too, the
-        result is an upper bound, and 0 if no read has begun.
+        Before the first arrival the earlier request's rate, and without one an upper bound.
         """
         with self._lock:
             self._advance()

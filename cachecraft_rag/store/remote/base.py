@@ -81,59 +81,38 @@ async def answer_of(
 class Backend(Protocol):
     """One kind of server. All coroutines run in one event loop, and any of them may be cancelled at any await.
 
-    Time limits are the caller's concern. Every failure of the server is an OSError, with no secret in its text.
-    Names and places are those of `rows`: ASCII, and safe as keys and as paths. A row whose payload the server has
-    evicted counts as absent.
+    Time limits are the caller's concern. Every failure of the server is an OSError, with no secret in its text. Names
+    and places are those of `rows`: ASCII, and safe as keys and as paths. An entry is complete if it has both a row and
+    a payload; others count as absent. A shared folder that has vanished has no entries, and `probe` does not notice it.
     """
 
     async def lookup(self, places: Sequence[str]) -> list[dict[str, bytes]]:
-        """Return name → row for each place, in the order of the places, in as few round trips as possible.
+        """Return name → row of the complete entries for each place, in their order, in as few round trips as possible.
 
-        If a place has more than `LONGEST_ROWS` bytes of rows, or more than 64 rows and more than
-        `RemoteConfig.variants_per_chunk`, some or all are left out: engines never write that many. A place without rows
-        has an empty dictionary. Entries without a payload are left out; Redis also removes their rows. The list is
-        empty without places.
-
-        Raises OSError if the server fails; a shared folder that has vanished counts as that.
+        Of a place with more than `LONGEST_ROWS` bytes of rows, or more than 64 rows and more than
+        `RemoteConfig.variants_per_chunk`, some or all are left out: engines never write that many.
         """
 
     async def names(self, place: str) -> list[str]:
-        """Return the names of the complete entries in a place, [] if it has none.
-
-        An entry is complete if it has both a row and a payload; Redis removes rows without a payload. Names include the
-        place, as those of `lookup` do, and are in no order. Of a place with more rows than `lookup` accepts, Redis
-        leaves out all. A shared folder that has vanished has no entries. Raises OSError if the server fails.
-        """
+        """Return the names of the complete entries in a place, with the place, in no order."""
 
     def read(self, name: str) -> AsyncIterator[bytes | memoryview]:
-        """Yield the payload of an entry in order, in pieces of about PIECE_BYTES; nothing if the entry is missing.
-
-        Raises OSError, while it is iterated over, if the server fails.
-        """
+        """Yield the payload of an entry in order, in pieces of about PIECE_BYTES; nothing if the entry is missing."""
 
     async def write(self, parcel: Parcel) -> bool:
         """Send payload and row, the row visible only after its payload. Returns False if there is no room, else True.
 
-        An entry of the same name is replaced. A folder removes the entries that were read or written least recently to
-        make room. `parcel.replaces` is ignored here: the caller removes it. Raises OSError if the server fails, or the
-        shared folder has vanished.
+        An entry of the same name is replaced. `parcel.replaces` is ignored here: the caller removes it.
         """
 
     async def remove(self, name: str) -> None:
-        """Remove row and payload of an entry; does nothing for an unknown name. Raises OSError if the server fails."""
+        """Remove row and payload of an entry; does nothing for an unknown name."""
 
     async def usage(self) -> Usage:
-        """Return the number of complete entries, the bytes of payloads, and the limit; see `Usage`.
-
-        Lists all entries of all engines. A shared folder that has vanished has none. Raises OSError if the server
-        fails.
-        """
+        """Return the contents of the remote. Lists all entries of all engines."""
 
     async def probe(self) -> None:
-        """Send the cheapest request that the server answers. Raises OSError if it does not answer or fails.
-
-        A shared folder that has vanished is not noticed.
-        """
+        """Send the cheapest request that the server answers."""
 
     async def close(self) -> None:
-        """Close all connections of Redis; object stores have none to close. Raises OSError if that fails."""
+        """Close all connections of Redis; object stores have none to close."""

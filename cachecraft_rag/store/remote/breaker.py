@@ -45,8 +45,7 @@ class Breaker:
     def take_probe(self) -> bool:
         """Return True once when the pause of an open breaker is over; the breaker is then probing.
 
-        The caller then probes, and calls `succeeded` or `failed` with the kind "probe". Otherwise it returns False and
-        changes nothing, also while a probe is running and while the breaker is closed.
+        The caller then probes, and calls `succeeded` or `failed` with the kind "probe".
         """
         with self._lock:
             due = self._state == "open" and self._clock() - self._since >= self._pause_s
@@ -55,11 +54,10 @@ class Breaker:
             return due
 
     def succeeded(self, kind: str) -> None:
-        """Record a request of this kind that succeeded: its failures are forgotten. Returns None.
+        """Record a request of this kind that succeeded: its failures are forgotten. An open breaker stays open.
 
-        An open breaker stays open. Once no kind has failures left, the next pause is `cool_down_s` seconds again. The
-        kind "probe" forgets no failures. It closes a probing breaker, which one more failure of a kind that had reached
-        the limit opens again; in other states it does nothing.
+        Once no kind has failures left, the next pause is `cool_down_s` seconds again. The kind "probe" forgets no
+        failures, but closes a probing breaker.
         """
         with self._lock:
             if kind != "probe":
@@ -74,10 +72,8 @@ class Breaker:
     def failed(self, kind: str) -> bool:
         """Record a failed or slow request of this kind; return True if that has just opened a closed breaker.
 
-        A closed breaker opens at the limit of failures of one kind: for `cool_down_s` seconds at first, later for twice
-        the last pause until `succeeded` has reset it. While it is open, failures are still counted. The kind "probe" is
-        not counted: it opens a probing breaker again, for twice as long, does nothing in other states, and returns
-        False.
+        It opens at the limit of failures of one kind: for `cool_down_s` seconds at first, later for twice the last
+        pause. The kind "probe" opens a probing breaker again, for twice as long, and returns False.
         """
         with self._lock:
             if kind != "probe":

@@ -35,7 +35,7 @@ def shown_url(url: str) -> str:
     """Return a URL for messages and logs: "***@" for user and password, and "?***" for all that follows ? or #.
 
     Host, port and path are kept. A URL that cannot be divided safely is "scheme:***", and one of an unknown scheme
-    (also one in capitals) is "***": after a typo, a password may be anywhere. Raises nothing.
+    (also one in capitals) is "***": after a typo, a password may be anywhere.
 
     >>> shown_url("redis://me:sec'ret@host:6379/0?password=secret")
     'redis://***@host:6379/0?***'
@@ -59,7 +59,7 @@ def hidden(text: str, url: str) -> str:
     """Return a library's message about this URL without its secrets, or a note if it may hold parts of them.
 
     The URL in the text is replaced by `shown_url`. If the text then holds five characters in a row of a word of the URL
-    that is not shown, or such a word of three or four, all of the text is replaced by the note. Raises nothing.
+    that is not shown, or such a word of three or four, all of the text is replaced by the note.
 
     >>> hidden("cannot reach redis://me:secret@host:6379/0 (refused)", "redis://me:secret@host:6379/0")
     'cannot reach redis://***@host:6379/0 (refused)'
@@ -107,8 +107,7 @@ class RemoteConfig:
                         CACHECRAFT_REMOTE_KEY_FILE); without a key, chunk-caches are not signed
     key_file            file with one key per line, shared by all engines: the first one signs, all are accepted
 
-    Raises ConfigError for a URL that is not one of these, for a value out of range, and for `budget_bytes` with a URL
-    other than file:// and memory://. The keys are checked when they are used, see `keys`.
+    The keys are checked when they are used, see `keys`.
     """
 
     url: str = field(repr=False)
@@ -182,22 +181,16 @@ class RemoteConfig:
         return shown_url(self.url)
 
     def hide(self, error: object) -> str:
-        """Return a library's message, any object, as text without the secrets of the URL.
-
-        A message that may hold parts of them is replaced by a note, see `hidden`.
-        """
+        """Return a library's message without the secrets of the URL, see `hidden`."""
         return hidden(str(error), self.url)
 
     def keys(self) -> tuple[bytes, ...]:
         """Return the accepted keys, of which the first one signs; `()` if the remote is not signed.
 
-        Each key is the UTF-8 bytes of its text, without white space around it. If both are given, `key` is the only key
-        and `key_file` is not read. The environment counts only if neither is given, and its key goes before its file in
-        the same way. A file is read at each call, and each of its lines is a key.
-
-        Raises ConfigError if a key or the name of the file is empty; if a key has fewer than 16 characters or some that
-        cannot be printed; or if the file cannot be read, has more than 65,536 bytes, is not UTF-8, or holds no key. The
-        message never holds a key.
+        If both are given, `key` is the only key and `key_file` is not read. The environment counts only if neither is
+        given, and its key goes before its file in the same way. A file is read at each call, and each of its lines is a
+        key. Raises ConfigError for a key of fewer than 16 characters or with some that cannot be printed, and as
+        `keys_in`.
         """
         key = self.key
         path = self.key_file
@@ -219,18 +212,14 @@ class RemoteConfig:
 
     @property
     def lookup_limit_s(self) -> float:
-        """Longest wait of a look-up in seconds: `lookup_timeout_s`; without one 0.1 for Redis and 0.5 otherwise.
-
-        Redis means redis://, rediss:// and unix://.
-        """
+        """Longest wait of a look-up in seconds: `lookup_timeout_s`; without one 0.1 for Redis and 0.5 otherwise."""
         return self.lookup_timeout_s or (0.1 if self.scheme in REDIS_SCHEMES else 0.5)
 
 
 def keys_in(path: Path) -> list[str]:
-    """Return the keys in a file, one per line, in order, without white space around them; at least one.
+    """Return the keys in a file, one per line, without white space around them; they are not checked.
 
-    Empty lines are left out. Raises ConfigError if the file cannot be read, has more than 65,536 bytes, is not UTF-8,
-    or holds no key. Only the first 65,537 bytes are read. The keys themselves are not checked.
+    Raises ConfigError if the file cannot be read, has more than 65,536 bytes, is not UTF-8, or holds no key.
     """
     try:
         with path.open("rb") as file:

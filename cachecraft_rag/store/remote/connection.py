@@ -9,6 +9,7 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError, Future
 from typing import TypeVar
 
+from cachecraft_rag.checks import from_extra
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.store.closeable import Closeable
 from cachecraft_rag.store.remote.base import Backend
@@ -43,11 +44,10 @@ class Connection(Closeable):
         self.in_background(self.backend.probe())  # so that the first request finds a connection
 
     def submit(self, coroutine: Coroutine[object, object, T]) -> Future[T]:
-        """Submit a coroutine to the loop; return the future of its result, which also holds its exception.
+        """Submit a coroutine to the loop, without a time limit or the breaker; return the future of its result.
 
-        Does not wait, has no time limit, and does not ask the breaker. Raises RuntimeError if the loop is closed, that
-        is, after a `close` whose loop did not hang; the coroutine is then closed too. A future that is submitted while
-        `close` runs may never be done.
+        Raises RuntimeError, and closes the coroutine, after `close`. A future submitted while `close` runs may never be
+        done.
         """
         try:
             return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
@@ -59,7 +59,7 @@ class Connection(Closeable):
         """Run a coroutine, wait at most `timeout_s` seconds for its result, and return it.
 
         The breaker is neither asked nor changed. Raises TimeoutError when the time is up, and cancels the coroutine
-        then; OSError after `close`, and if `close` is called meanwhile; and what the coroutine raises.
+        then; OSError after `close`, and if `close` is called meanwhile.
         """
         try:
             future = self.submit(coroutine)
@@ -75,9 +75,8 @@ class Connection(Closeable):
     def in_background(self, coroutine: Coroutine[object, object, None]) -> None:
         """Run a coroutine without waiting for it; drop it unless `allows` returns True, and after `begin_close`.
 
-        A dropped coroutine is closed without a log. Another one is cancelled after `RemoteConfig.put_timeout_s`
-        seconds. Raises nothing: an OSError of the coroutine, a time-out or a closed loop is only logged, and another
-        exception of the coroutine is lost. None of them counts as a failure for the breaker.
+        It is cancelled after `RemoteConfig.put_timeout_s` seconds. An OSError, a time-out or a closed loop is only
+        logged, and does not count as a failure for the breaker.
         """
         if self._closing or not self.allows():
             coroutine.close()
@@ -94,7 +93,6 @@ class Connection(Closeable):
 
         If a probe is due, it is started in the background; the answer is False until it has succeeded. After
         `begin_close` no probe is started, and the answer stays the breaker's, because queued captures are still sent.
-        Raises nothing: False if the loop is closed when a probe is due.
         """
         if not self._closing and self.breaker.take_probe():
             try:
@@ -106,11 +104,7 @@ class Connection(Closeable):
     def failed(self, kind: str, error: object) -> None:
         """Count a failed or slow request in the breaker; log a warning at the first one and at each that opens it.
 
-        Returns None and raises nothing. Once the breaker is open, the remote is not asked for a while.
-
-        Args:
-            kind: kind of the request, "lookup" or "read"; failures are counted by kind.
-            error: the error or its text; one without a text is logged as "too slow". Secrets of the URL are hidden.
+        `kind` is "lookup" or "read". An error without a text is logged as "too slow"; secrets of the URL are hidden.
         """
         what = self.config.hide(error) or "too slow"
         if self.breaker.failed(kind):
@@ -123,18 +117,13 @@ class Connection(Closeable):
         self._warned = True
 
     def begin_close(self) -> None:
-        """Start no more work in the background, and no probe. Returns at once.
-
-        `submit` still works, because queued captures are still sent, and so does `ask`: the caller must not ask any
-        more.
-        """
+        """Start no more work in the background, and no probe; queued captures may still be submitted."""
         self._closing = True
 
     def close(self) -> None:
         """Cancel all transfers, close the server's connections and end the loop, in at most two seconds.
 
-        To be called once. An OSError of the server is logged. Afterwards `submit` raises RuntimeError, and so does a
-        second call. A loop that hangs for more than two seconds stays open: then `submit` still accepts coroutines.
+        To be called once. A loop that hangs for longer stays open: then `submit` still accepts coroutines.
         """
         self._closing = True
         asyncio.run_coroutine_threadsafe(self._wind_up(), self._loop)
@@ -177,19 +166,16 @@ class Connection(Closeable):
 
 
 def _backend_of(config: RemoteConfig) -> Backend:
-    """Return the backend for the URL. Raises ConfigError."""
+    """Return the backend for the URL."""
     try:
-        if config.scheme in REDIS_SCHEMES:
-            from cachecraft_rag.store.remote.redis_backend import RedisBackend
+        with from_extra("remote", "A remote"):
+            if config.scheme in REDIS_SCHEMES:
+                from cachecraft_rag.store.remote.redis_backend import RedisBackend
 
-            return RedisBackend(config)
-        from cachecraft_rag.store.remote.object_backend import ObjectBackend
+                return RedisBackend(config)
+            from cachecraft_rag.store.remote.object_backend import ObjectBackend
 
-        return ObjectBackend(config)
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"A remote needs the package {error.name!r}; type: pip install 'cachecraft-rag[remote]'"
-        ) from error
+            return ObjectBackend(config)
     except ConfigError:  # our own words, with no secret in them
         raise
     except (ValueError, TypeError) as error:

@@ -40,14 +40,12 @@ _Entry = dict[str, Any]  # kind of an object of an entry → obstore's metadata 
 class ObjectBackend:
     """A remote in an object store or a shared folder; see `base.Backend`.
 
-    `write` must run alone; the other methods may run at the same time. Errors of the server and of obstore are OSErrors
-    without secrets in their text, and FileNotFoundError among them means that an object or the folder is missing.
+    `write` must run alone; the other methods may run at the same time. A FileNotFoundError means that an object or the
+    folder is missing.
     """
 
     def __init__(self, config: RemoteConfig) -> None:
-        """Create the client without asking the server. Raises ValueError if obstore cannot use URL or environment, and
-        ConfigError for a missing folder.
-        """
+        """Create the client without asking the server; ValueError if obstore cannot use URL or environment."""
         self._config = config
         self._unswept: float = math.inf  # bytes written since the last sweep
         options: dict[str, Any] = {}
@@ -78,13 +76,7 @@ class ObjectBackend:
         raise ValueError(why)
 
     async def lookup(self, places: Sequence[str]) -> list[dict[str, bytes]]:
-        """Return name → row for each place, in their order, in two round trips for all places at the same time.
-
-        A place without entries has an empty dictionary. Of a place only the first 64 complete entries that the server
-        lists count, or `RemoteConfig.variants_per_chunk` if that is more; rows beyond 4 MiB of a place, empty rows, and
-        entries removed meanwhile are left out. The list is empty without places. Raises OSError if the server fails, or
-        FileNotFoundError if the shared folder has vanished.
-        """
+        """See `Backend.lookup`: two round trips for all places at the same time, and the first entries of a place."""
         await self._require_folder()
         return await asyncio.gather(*(self._rows(place) for place in places))
 
@@ -112,18 +104,11 @@ class ObjectBackend:
             return b""
 
     async def names(self, place: str) -> list[str]:
-        """Return the names of the complete entries in a place, [] if it has none, also if a shared folder has vanished.
-
-        Names include the place, are in no order, and are not limited in number. Raises OSError if the server fails.
-        """
+        """See `Backend.names`; their number is not limited."""
         return [name for name, entry in (await self._list(place)).items() if len(entry) == 2]
 
     async def read(self, name: str) -> AsyncIterator[bytes | memoryview]:
-        """Yield the payload of an entry in order, in pieces of about PIECE_BYTES; nothing if the entry is missing.
-
-        In a folder, the file's times are set to now first, as the entries read last stay longest; a failure of that is
-        ignored. Raises OSError, while it is iterated over, if the server fails.
-        """
+        """See `Backend.read`. In a folder the file's times are set to now first: entries read last stay longest."""
 
         async def go_on() -> Any:
             return await anext(stream, None)
@@ -141,12 +126,11 @@ class ObjectBackend:
             yield memoryview(piece)
 
     async def write(self, parcel: Parcel) -> bool:
-        """Send the payload, then the row; return True. In a folder, return False if both exceed the whole budget.
+        """See `Backend.write`. In a folder it returns False if payload and row exceed the whole budget.
 
-        An entry of the same name is replaced. In a folder, the first call, and then one call after each 1/16 of the
-        budget that was written, first removes the entries that were read or written least recently, incomplete ones
-        too, until 1/16 of the budget (or the size of this entry, if that is more) is free. Raises OSError if the server
-        fails, FileNotFoundError if the shared folder has vanished.
+        There the first call, and then one call after each 1/16 of the budget that was written, first removes the
+        entries that were read or written least recently, incomplete ones too, until 1/16 of the budget (or this entry's
+        size) is free.
         """
         await self._require_folder()
         if self._folder is not None:
@@ -182,30 +166,20 @@ class ObjectBackend:
             )
 
     async def remove(self, name: str) -> None:
-        """Remove an entry, if it exists. The row is removed first: a payload without a row does not count.
-
-        Does nothing for an unknown name, and in a shared folder that has vanished. Raises OSError if the server fails.
-        """
+        """Remove an entry, if it exists. The row is removed first: a payload without a row does not count."""
         for kind in ("row", "cache"):
             # another engine has removed it; only folders report this
             with suppress(FileNotFoundError):
                 await self._answer(self._ask(obstore.delete_async, f"{name}.{kind}"))
 
     async def usage(self) -> Usage:
-        """Return the number of complete entries, the bytes of their payloads, and the budget of a folder, else None.
-
-        The budget is `RemoteConfig.budget_bytes`, by default 20 GiB. All entries are listed; a shared folder that has
-        vanished has none. Raises OSError if the server fails.
-        """
+        """See `Backend.usage`; the budget is a folder's, `RemoteConfig.budget_bytes` or 20 GiB."""
         whole = [entry for entry in (await self._list("")).values() if len(entry) == 2]
         budget = None if self._folder is None else self._config.budget_bytes or _FOLDER_BYTES
         return Usage(len(whole), sum(entry["cache"]["size"] for entry in whole), budget)
 
     async def probe(self) -> None:
-        """List a place that does not exist. Raises OSError if the server does not answer or refuses.
-
-        A shared folder that has vanished raises nothing.
-        """
+        """List a place that does not exist."""
         await self._list("probe")
 
     async def close(self) -> None:

@@ -35,11 +35,10 @@ class Outbox:
     def offer(self, parcel: Parcel) -> bool:
         """Queue a parcel; return False if it is dropped, because too many bytes wait or the connection is closed.
 
-        The limit is `RemoteConfig.queue_bytes`. True means queued, not sent. A parcel that reaches its turn is sent
-        unless the breaker is open or the remote has an entry of the same variant. After it, the entry `replaces` and
-        the oldest entries of its chunk beyond `RemoteConfig.variants_per_chunk` are removed from the remote. A drop
-        because of a closed connection is not counted. Raises nothing: a transfer that fails, or takes longer than
-        `RemoteConfig.put_timeout_s`, is counted in `captures` and logged.
+        At its turn it is sent unless the breaker is open or the remote has an entry of the same variant. After it, the
+        entry `replaces` and the oldest entries of its chunk beyond `RemoteConfig.variants_per_chunk` are removed from
+        the remote. A transfer that fails is counted in `captures` and logged; a drop because of a closed connection is
+        not counted.
         """
         with self._lock:
             if self.queued_bytes + parcel.nbytes > self._config.queue_bytes:
@@ -56,10 +55,7 @@ class Outbox:
         return True
 
     def flush(self, timeout_s: float | None) -> bool:
-        """Wait until all parcels so far are sent or dropped; return True then, False after `timeout_s` seconds.
-
-        None waits without limit; 0 does not wait. Parcels stay queued after False. True at once without parcels.
-        """
+        """Wait until all parcels so far are sent or dropped; False after `timeout_s` seconds (None: no limit)."""
         return not wait(self._under_way.copy(), timeout_s).not_done
 
     async def _send(self, parcel: Parcel) -> None:

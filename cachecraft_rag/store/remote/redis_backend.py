@@ -53,8 +53,7 @@ class NoRoomError(OSError):
 class RedisBackend:
     """A remote on Redis or Valkey; see `base.Backend`.
 
-    Errors of the server and of the library are OSErrors without secrets in their text. The class is TimeoutError if the
-    server is too slow, and NoRoomError if it is full and evicts nothing.
+    Errors are TimeoutError if the server is too slow, and NoRoomError if it is full and evicts nothing.
     """
 
     def __init__(self, config: RemoteConfig) -> None:
@@ -72,12 +71,9 @@ class RedisBackend:
         self._lookup = self._redis.register_script(_LOOKUP)
 
     async def lookup(self, places: Sequence[str]) -> list[dict[str, bytes]]:
-        """Return name → row for each place, in their order and in one round trip.
+        """See `Backend.lookup`: one round trip. Rows without a payload are removed on the server.
 
-        Rows without a payload are left out, and removed on the server. A place without rows has an empty dictionary,
-        and so has one with more than 64 rows, or than `RemoteConfig.variants_per_chunk` if that is more; rows beyond 4
-        MiB of a place are left out. The list is empty without places. Raises OSError if the server fails, as
-        TimeoutError if it is too slow.
+        A place with too many rows has an empty dictionary; rows beyond 4 MiB of a place are left out.
         """
         most = max(MOST_VARIANTS, self._config.variants_per_chunk)
 
@@ -94,21 +90,12 @@ class RedisBackend:
         return await self._answer(looked_up())
 
     async def names(self, place: str) -> list[str]:
-        """Return the names of the complete entries in a place, with the place, in no order; [] if it has none.
-
-        Rows without a payload are removed on the server. [] also for a place with more than 64 rows, or than
-        `RemoteConfig.variants_per_chunk` if that is more. Raises OSError if the server fails, as TimeoutError if it is
-        too slow.
-        """
+        """See `Backend.names`; rows without a payload are removed, and a place with too many rows has none."""
         (rows,) = await self.lookup([place])
         return list(rows)
 
     async def read(self, name: str) -> AsyncIterator[bytes | memoryview]:
-        """Yield the payload of an entry in order, in pieces of up to PIECE_BYTES; nothing if the entry is missing.
-
-        The first pieces have 64 and 256 KiB. Raises OSError, while it is iterated over, if the server fails, as
-        TimeoutError if it is too slow. An entry that is removed meanwhile ends early, without an error.
-        """
+        """See `Backend.read`. The first pieces have 64 and 256 KiB; an entry removed meanwhile ends early."""
         start = 0
         step = _FIRST_PIECE
         while True:
@@ -125,11 +112,7 @@ class RedisBackend:
             step = min(4 * step, PIECE_BYTES)
 
     async def write(self, parcel: Parcel) -> bool:
-        """Send payload and row in one transaction. Returns False if the server is full and evicts nothing, else True.
-
-        An entry of the same name is replaced. Raises OSError if the server fails otherwise, as TimeoutError if it is
-        too slow.
-        """
+        """Send payload and row in one transaction. Returns False if the server is full and evicts nothing."""
         async with self._redis.pipeline(transaction=True) as both:
             both.set(f"{self._prefix}data/{parcel.name}", b"".join(parcel.payload))
             both.hset(
@@ -142,10 +125,7 @@ class RedisBackend:
         return True
 
     async def remove(self, name: str) -> None:
-        """Remove row and payload of an entry in one transaction; does nothing for an unknown name.
-
-        Raises OSError if the server fails, as TimeoutError if it is too slow.
-        """
+        """Remove row and payload of an entry in one transaction; does nothing for an unknown name."""
         place, _, file = name.rpartition("/")
         async with self._redis.pipeline(transaction=True) as both:
             both.hdel(f"{self._prefix}rows/{place}", file)
@@ -153,10 +133,7 @@ class RedisBackend:
             await self._answer(both.execute())
 
     async def usage(self) -> Usage:
-        """Return the number of payloads that have a row, the bytes of all payloads, and `maxmemory`, None without one.
-
-        Looks at every key of the database. Raises OSError if the server fails, as TimeoutError if it is too slow.
-        """
+        """Return payloads that have a row, bytes of all payloads, `maxmemory`. Looks at every key of the database."""
 
         async def ask() -> Usage:
             start = f"{self._prefix}data/"
@@ -175,11 +152,11 @@ class RedisBackend:
         return await self._answer(ask())
 
     async def probe(self) -> None:
-        """Ping the server. Raises OSError if it does not answer or refuses, as TimeoutError if it is too slow."""
+        """Ping the server."""
         await self._answer(self._redis.ping())
 
     async def close(self) -> None:
-        """Close all connections. Raises OSError if that fails."""
+        """Close all connections."""
         await self._answer(self._redis.aclose())
 
     async def _answer(self, asking: Awaitable[T]) -> T:

@@ -53,11 +53,7 @@ class Row:
     token_scores: TokenScores
 
     def encode(self) -> bytes:
-        """Return the bytes of the row, without a signature. The session of the variant is not in it.
-
-        NaN and infinities are written, and `decode_row` refuses them. Raises TypeError or ValueError for fields that
-        JSON cannot hold, such as a NumPy float32, and struct.error if `created` is not a number.
-        """
+        """Return the bytes of the row, without a signature or the session. NaN is written; `decode_row` refuses it."""
         variant = self.variant
         values = {
             "layout_version": LAYOUT_VERSION,
@@ -73,22 +69,12 @@ class Row:
 
 
 def name_of(variant: Variant) -> str:
-    """Return the name of row and payload: `place_of` its key, "/", variant id, "-" and `created_hex`.
-
-    It includes `created`, so an old row never refers to a newer payload. Raises struct.error if `created` is not a
-    number.
-    """
+    """Return the name of row and payload; with `created`, so an old row never refers to a newer payload."""
     return f"{place_of(variant.key)}/{variant.variant_id}-{created_hex(variant.created)}"
 
 
 def framed(created: bytes, text: bytes, signature: bytes = b"") -> bytes:
-    """Return a row: `created`, a checksum over what follows it, JSON, and the signature, if any, on a new line.
-
-    Args:
-        created: the 16 hex digits of `created_hex`.
-        text: the JSON, which must not contain a line end. That is not checked.
-        signature: b"": none, and then no line end either.
-    """
+    """Return a row: `created_hex`, a checksum over the rest, JSON (one line), and on a new line any signature."""
     rest = text + b"\n" + signature if signature else text
     return created + xxhash.xxh3_64_hexdigest(rest).encode("ascii") + rest
 
@@ -96,8 +82,7 @@ def framed(created: bytes, text: bytes, signature: bytes = b"") -> bytes:
 def unframed(raw: bytes) -> tuple[bytes, bytes, bytes]:
     """Take apart a row of `framed`: return `created`, the JSON, and the signature, b"" without one.
 
-    Raises ValueError if the checksum over JSON and signature is wrong, so for fewer than 32 bytes too. Neither
-    `created` nor the JSON itself is checked.
+    Raises ValueError if the checksum is wrong. Neither `created` nor the JSON is checked.
     """
     if xxhash.xxh3_64_hexdigest(raw[32:]).encode("ascii") != raw[16:32]:
         raise ValueError("row damaged: checksum")
@@ -106,16 +91,12 @@ def unframed(raw: bytes) -> tuple[bytes, bytes, bytes]:
 
 
 def created_hex(created: float) -> str:
-    """Return the time as 16 hex digits, which sort like times from 0 on. Raises struct.error if it is not a number."""
+    """Return the time as 16 hex digits, which sort like times from 0 on."""
     return struct.pack(">d", created).hex()
 
 
 def place_of(key: VariantKey) -> str:
-    """Return the folder of a chunk of one tenant and model, without a slash at its end.
-
-    It is a digest of namespace and fingerprint, "/", and a digest of the chunk id, 32 hex digits each: ids may hold
-    anything. The origin prefix does not matter.
-    """
+    """Return the folder of a chunk of one tenant and model: digests, because ids may hold anything."""
     scope = digest("remote scope", key.namespace, key.fingerprint)
     return f"{scope}/{digest('remote chunk', key.chunk_id)}"
 
@@ -124,8 +105,7 @@ def decode_row(raw: bytes, *, namespace: str, fingerprint: str, chunk_id: str) -
     """Return the row of a variant of this chunk from its bytes.
 
     Its variant has `home` "remote", no session, a `payload` without a layout, and `reuse_frequency` 0: false uses could
-    keep a variant in the local store forever. The array of its token scores cannot be written. The signature, if any,
-    is not verified here, see `signing`; nor is the codec looked up.
+    keep a variant in the local store forever. Neither the signature (see `signing`) nor the codec is checked here.
 
     Raises ValueError, never ConfigError, if the row has more than 4 MiB, is damaged, has impossible values or another
     layout version, or belongs to another namespace, fingerprint or chunk.
@@ -152,7 +132,7 @@ def decode_row(raw: bytes, *, namespace: str, fingerprint: str, chunk_id: str) -
 
 
 def _variant_of(row: Mapping[str, Any]) -> Variant:
-    """Return the variant of a row's fields, without unknown ones. Raises LookupError, TypeError, ValueError."""
+    """Return the variant of a row's fields, without unknown ones."""
     key = VariantKey(**{field.name: row[field.name] for field in fields(VariantKey)})
     given = {name: row[name] for name in _AS_THEY_ARE} | {"inter": tuple(array("f", row["inter"]))}
     payload = Payload(

@@ -25,17 +25,13 @@ DIGEST_BYTES = 16
 class Signer:
     """Signs with the first of its keys and believes all of them, so that keys can be changed one engine at a time.
 
-    `keys` are those of `RemoteConfig.keys`. Without keys `sign` raises IndexError, and so does `seal` unless the
-    payload is empty; `is_signed` and `confirms` return False.
+    `keys` are those of `RemoteConfig.keys`, at least one.
     """
 
     keys: Sequence[bytes] = field(repr=False)
 
     def sign(self, row: bytes) -> bytes:
-        """Return the row with a signature of the first key and a new checksum; an earlier signature is replaced.
-
-        Raises ValueError if the checksum of the row is wrong.
-        """
+        """Return the row with a signature of the first key, in place of an earlier one, and a new checksum."""
         created, text, _ = unframed(row)
         return framed(created, text, _row_mac(self.keys[0], created, text))
 
@@ -47,11 +43,7 @@ class Signer:
         )
 
     def seal(self, payload: Iterable[memoryview]) -> bytes:
-        """Return the seal of a payload: 16 bytes for each slice of 256 KiB, in order; b"" for an empty payload.
-
-        `payload` is the bytes in consecutive parts (bytes, not numbers of another format). A slice may cross parts, and
-        the last one may be shorter.
-        """
+        """Return the seal of a payload in consecutive parts: 16 bytes for each slice of 256 KiB, in order."""
         seal = bytearray()
         rest = bytearray()
         for part in payload:
@@ -66,10 +58,7 @@ class Signer:
         return bytes(seal + _slice_mac(self.keys[0], rest)) if rest else bytes(seal)
 
     def confirms(self, seal: bytes, number: int, data: bytes | bytearray) -> bool:
-        """Return True if `data` is slice `number` (from 0) of the payload of this seal, by any of the keys.
-
-        False for other data, and if the seal has no such slice. Raises nothing.
-        """
+        """Return True if `data` is slice `number` (from 0) of the payload of this seal, by any of the keys."""
         digest = seal[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
         return any(hmac.compare_digest(_slice_mac(key, data), digest) for key in self.keys)
 

@@ -40,11 +40,11 @@ class RemoteStream(Closeable):
         ended: Callable[[End], None],
         confirms: Callable[[int, bytearray], bool] | None = None,
     ) -> None:
-        """Begin to fetch. Raises RuntimeError when the tier is closed.
+        """Begin to fetch.
 
         `submit` hands a coroutine to the tier's event loop. `ended` is called once with the outcome, unless the stream
-        is closed before, or a signature does not match. `confirms` verifies each slice of `SLICE_BYTES` by its number
-        before any of it is handed out.
+        is closed before, or a signature does not match. `confirms` verifies each slice of `SLICE_BYTES` before any of
+        it is handed out.
         """
         self._confirms = confirms
         self._slices = 0
@@ -63,12 +63,7 @@ class RemoteStream(Closeable):
         self._next = submit(_step(pieces, first_timeout_s))
 
     def read(self, buffer: memoryview, at: int) -> None:
-        """Fill the whole buffer (bytes, writable) from offset `at` on, which must be where the last read ended.
-
-        Waits for the bytes. Raises OSError for another offset, which changes nothing; if the remote fails or has too
-        few bytes; or if the stream or the remote tier is closed. It is a TimeoutError if the remote pauses for too
-        long, and a FileNotFoundError if it has no such payload. Raises ValueError if the signature does not match.
-        """
+        """Fill the whole buffer from offset `at` on, which must be where the last read ended; see `read_into`."""
         if at != self._taken:
             raise OSError(errno.ESPIPE, "a remote is read from front to back")
         self.read_into(buffer)
@@ -76,8 +71,7 @@ class RemoteStream(Closeable):
     def encoded(self) -> Encoded | None:
         """Return the whole payload; None until all of it was read. Also works after `close`.
 
-        Its `header` is a copy of the first buffer that was filled, which may be a part of the header only. Its `blocks`
-        are the other buffers themselves, in order, so the caller must not write to them.
+        Its `blocks` are the buffers that were filled, in order, so the caller must not write to them.
         """
         return (
             Encoded(bytes(self._parts[0]), tuple(self._parts[1:]))
@@ -86,13 +80,11 @@ class RemoteStream(Closeable):
         )
 
     def read_into(self, buffer: memoryview) -> None:
-        """Fill the whole buffer (bytes, writable) with the next bytes, and wait for them. Returns None.
+        """Fill the whole buffer (bytes, writable) with the next bytes, and wait for them.
 
-        The outcome is reported when the last byte was read, or at the first error of the remote. Raises TimeoutError if
-        the remote pauses for too long, FileNotFoundError if it has no such payload or not enough bytes for the first
-        buffer, and OSError if it fails, has too few bytes for another, or the stream or the remote tier is closed. A
-        buffer longer than what is left of `nbytes` raises OSError at once. Raises ValueError if the signature does not
-        match, which is not reported. After an error a part of the buffer may have been written, and the stream is of no
+        The outcome is reported when the last byte was read, or at the first error of the remote: TimeoutError if it
+        pauses for too long, FileNotFoundError if it has no such payload, other OSErrors. ValueError, not reported, if
+        the signature does not match. After an error a part of the buffer may have been written, and the stream is of no
         more use.
         """
         if self._taken + buffer.nbytes > self.nbytes:
@@ -116,9 +108,9 @@ class RemoteStream(Closeable):
             self._end("whole")
 
     def close(self) -> None:
-        """Cancel the transfer at once, without reporting an outcome; a second call does nothing. Raises nothing.
+        """Cancel the transfer at once, without reporting an outcome; a second call does nothing.
 
-        A read in another thread or after this call ends with OSError, or with bytes that had arrived.
+        A read, also in another thread, then ends with OSError, or with bytes that had arrived.
         """
         with self._lock:
             self._pieces = None  # the loop closes a generator without references

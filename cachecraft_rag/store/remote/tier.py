@@ -76,10 +76,7 @@ class RemoteTier(Closeable):
     def __init__(
         self, config: RemoteConfig, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Return without waiting for the remote: the first look-ups notice if it is down.
-
-        Raises ConfigError if the URL cannot be used, a package is missing, or the keys cannot be read.
-        """
+        """Return without waiting for the remote: the first look-ups notice if it is down."""
         self.config = config
         keys = config.keys()
         self._signer = Signer(keys) if keys else None
@@ -107,15 +104,12 @@ class RemoteTier(Closeable):
     ) -> LookupResult:
         """Look up shared variants of these chunks within `bounds`; waits at most `config.lookup_limit_s` seconds.
 
-        Every given chunk id is a key of `variants`, whose lists are in no order. `refused` has the last reason for each
-        chunk with refused rows. Damaged and impossible rows are removed from the remote in the background, at most 8 a
-        call. Rows without a valid signature stay, as an engine with a wrong key must not empty the remote for others;
-        so do rows of a codec that is not installed here, and those beyond 8 MiB in all. Without `bounds`, rows are not
-        compared with a model or a prompt, and variants have no layout. Token scores of the variants are remembered for
-        `token_scores`, and the outcome is counted. Without chunk ids the remote is not asked.
-
-        Raises nothing for a remote that is closed, fails or is too slow: the lists are empty, and `remote` of the
-        result says why. Raises KeyError if a row was found of a chunk that `bounds` does not know.
+        Damaged and impossible rows are removed from the remote in the background, at most 8 a call. Rows without a
+        valid signature stay, as an engine with a wrong key must not empty the remote for others; so do rows of a codec
+        that is not installed here, and those beyond 8 MiB in all. Without `bounds`, rows are not compared with a model
+        or a prompt, and variants have no layout. Token scores are remembered for `token_scores`, and the outcome is
+        counted. If the remote is closed, fails or is too slow, the lists are empty, and `remote` of the result says
+        why.
         """
         places = {
             chunk_id: place_of(VariantKey(namespace, fingerprint, chunk_id, ()))
@@ -164,10 +158,9 @@ class RemoteTier(Closeable):
         return lookup
 
     def token_scores(self, variant_ids: Sequence[str]) -> dict[str, TokenScores]:
-        """Return variant id → token scores from rows already seen, for every given id.
+        """Return variant id → token scores from rows already seen, copies; `inter` is None for unknown ones.
 
-        Scores that are not known, or no longer, have `inter` None: the last 20,000 variants are remembered. The arrays
-        are copies.
+        The last 20,000 variants are remembered.
         """
         with self._lock:
             return {
@@ -179,11 +172,9 @@ class RemoteTier(Closeable):
         """Begin to read the payload of a variant from a look-up, here or in another process; close the stream.
 
         Does not wait: a payload that is missing raises FileNotFoundError at the first read. With a key, reads verify
-        signatures. The outcome of reading is counted in `RemoteStats.reads`; a payload that turns out to be missing or
-        too short is removed from the remote, and failures may open the circuit breaker.
-
-        Raises nothing: returns Unavailable with the code NOT_OFFERED if the variant has no payload, CLOSED after
-        `close`, and CIRCUIT_OPEN while the remote is not asked after repeated failures.
+        signatures. A payload that turns out to be missing or too short is removed from the remote, and failures may
+        open the circuit breaker. Unavailable: NOT_OFFERED without a payload, CLOSED after `close`, CIRCUIT_OPEN while
+        the remote is not asked.
         """
         facts = variant.payload
         name = variant.variant_id
@@ -213,14 +204,9 @@ class RemoteTier(Closeable):
     def put(self, variant: Variant, encoded: Encoded, token_scores: TokenScores) -> bool:
         """Send a shared variant in the background; return True if it is queued, False if it is dropped.
 
-        Private variants are never sent. A variant is also dropped after `close`, and if more than `config.queue_bytes`
-        would wait. The blocks of `encoded` must not change after this call. They are signed in the caller's thread.
-        When its turn comes, the variant is not sent if the remote has it already or is not asked after repeated
-        failures. Once sent, the oldest variants of its chunk beyond `config.variants_per_chunk` are removed from the
-        remote, and so is an unsigned one of the same identity that `find` has refused. A transfer that fails is counted
-        in `RemoteStats.captures` and logged, not raised; one for which the remote has no room is only counted.
-
-        Raises TypeError or ValueError for a field that JSON cannot hold, and struct.error if `created` is not a number.
+        Private variants are never sent. The blocks of `encoded` must not change after this call. They are signed in the
+        caller's thread. For what follows see `Outbox.offer`; an unsigned entry of the same identity that `find` has
+        refused is removed from the remote, too.
         """
         if variant.session is not None or self._closed:
             return False
@@ -235,11 +221,7 @@ class RemoteTier(Closeable):
         return self._outbox.offer(Parcel(name_of(variant), signed, payload, foreign))
 
     def remove(self, variant: Variant) -> None:
-        """Remove row and payload of a variant, which turned out to be damaged, from the remote in the background.
-
-        Returns None at once; a failure is only logged. Does nothing after `close`, and while the remote is not asked
-        after repeated failures.
-        """
+        """Remove row and payload of a variant, which turned out to be damaged, from the remote in the background."""
         self._connection.in_background(self._connection.backend.remove(name_of(variant)))
 
     # -- administration -----------------------------------------------------------------------------------------------
@@ -247,9 +229,8 @@ class RemoteTier(Closeable):
     def stats(self, *, ask: bool = True) -> RemoteStats:
         """Return sizes and counts; with `ask`, the server is asked for its contents, for at most two seconds.
 
-        `variants`, `nbytes` and `budget` have no value (None) without `ask`, after `close`, while the remote is not
-        asked after repeated failures, and if the server does not answer; the last is logged, not raised, and does not
-        count as a failure. The dictionaries are copies, and leave out outcomes that have not occurred.
+        `variants`, `nbytes` and `budget` are None if it is not asked or does not answer, which does not count as a
+        failure.
         """
         usage: Usage | None = None
         if ask and not self._closed and self._connection.allows():
@@ -274,11 +255,7 @@ class RemoteTier(Closeable):
             )
 
     def flush(self, timeout_s: float | None = None) -> bool:
-        """Wait until all captures put so far are sent or dropped; return True then, False after `timeout_s` seconds.
-
-        None waits until all transfers have ended, each of which has a limit (`RemoteConfig.put_timeout_s`). True at
-        once if none is waiting, and after `close`. Must not be called in a fork of the process, where no transfer ends.
-        """
+        """Same as `Outbox.flush`. Must not be called in a fork of the process, where no transfer ends."""
         return self._outbox.flush(timeout_s)
 
     def close(self) -> None:
@@ -286,8 +263,7 @@ class RemoteTier(Closeable):
 
         It does not wait for captures while the remote is not asked after repeated failures. Ending the connection takes
         up to two seconds more. Captures that were not sent are lost; open streams end with OSError. Afterwards `find`
-        finds nothing, `open` returns Unavailable, and `put` returns False. A second call does nothing, and neither does
-        a call in a fork of the process. Failures are only logged.
+        finds nothing, `open` returns Unavailable, and `put` returns False. Does nothing in a fork of the process.
         """
         if not self._home.here:  # a fork of the process has neither the loop nor the queue
             return
