@@ -49,7 +49,10 @@ _ELSEWHERE = {
 _SERVICE_LINK = re.compile(
     r"CACHECRAFT_(\w+_)?(SERVICE_(HOST|PORT(_\w+)?)|PORT(_\d+_(TCP|UDP|SCTP)(_\w+)?)?)"
 )
+_TABLES: Mapping[type, str] = {ReuseConfig: "reuse", ReuseMethod: "method", RemoteConfig: "remote"}
 _SECRET = frozenset({"remote.key"})
+# keys that were in another table before
+_MOVED = {f"reuse.{field.name}": f"method.{field.name}" for field in fields(ReuseMethod)}
 _ALIASES = {"max_tokens": "max_new_tokens"}
 _UNITS = {
     "": 1,
@@ -250,7 +253,6 @@ def known_settings() -> dict[str, KnownKey]:
         StoreConfig: {"device", "remote"},
         ReuseConfig: {"method"},
     }
-    tables = {ReuseConfig: "reuse.", ReuseMethod: "method.", RemoteConfig: "remote."}
     for config in (
         Application,
         EngineConfig,
@@ -268,7 +270,8 @@ def known_settings() -> dict[str, KnownKey]:
             if setting.default_factory is not MISSING:
                 default = setting.default_factory()
             first_clause = re.split(r"[;.](?= |$)", texts.get(setting.name, ""), maxsplit=1)[0]
-            key = tables.get(config, "") + setting.name
+            key = f"{_TABLES[config]}." if config in _TABLES else ""
+            key += setting.name
             known[key] = KnownKey(
                 key,
                 kind=str(setting.type).removesuffix(" | None"),
@@ -516,7 +519,7 @@ def _of_file(file: Path, known: Mapping[str, KnownKey], *, is_own: bool) -> list
         raise ConfigError(f"{file} cannot be read: {error.strerror or error}") from error
     flat = _flat_settings(file, content)
     try:
-        check_names(flat, known, what="setting")
+        check_names(flat, known, what="setting", hints=_MOVED)
     except ConfigError as error:
         raise ConfigError(f"{file}: {error}") from None
     for key in ("store", "remote.key_file"):
@@ -547,7 +550,7 @@ def _flat_settings(file: Path, content: bytes) -> dict[str, object]:
         raise ConfigError(f"{file} is not valid TOML: {error}") from error
     flat: dict[str, object] = {}
     for key, value in tables.items():
-        if isinstance(value, dict) and key in ("reuse", "remote"):
+        if isinstance(value, dict) and key in _TABLES.values():
             flat |= {f"{key}.{name}": setting for name, setting in value.items()}
         else:
             flat[_ALIASES.get(key, key)] = value

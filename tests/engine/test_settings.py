@@ -32,6 +32,8 @@ stop = ["END"]
 
 [reuse]
 recompute_ratio = 0.2
+
+[method]
 drift = 0.2
 
 [remote]
@@ -115,6 +117,7 @@ def test_the_working_directory_s_file_is_found_and_a_variable_may_name_another(
         (f"host_bytes = '{'9' * 400} GB'", "is too large for a size"),
         ("[reuse]\nrecompute_ratio = 2.0", "reuse.recompute_ratio"),
         ("[method]\nselector = 'best'", "method.selector"),
+        ("[reuse]\ndrift = 0.2", "Did you mean method.drift?"),
         (
             "[method]\nearly_termination = 'gap'",
             "must be off, probe or published, not 'gap'",

@@ -54,7 +54,7 @@ def test_json_changes_settings_and_a_name_in_the_wrong_place_is_shown_the_right_
         ReuseConfig().changed_by({"drift": 0.0})
     with pytest.raises(ConfigError, match="capture: no such setting of method"):
         ReuseConfig().changed_by({"method": {"capture": False}})
-    with pytest.raises(ConfigError, match="method is"):
+    with pytest.raises(ConfigError, match="method must be a mapping"):
         ReuseConfig().changed_by({"method": 3})
 
 

@@ -383,7 +383,7 @@ def test_without_token_scores_the_leading_tokens_are_recomputed() -> None:
 def test_without_an_alpha_every_chunk_recomputes_the_same_share() -> None:
     for cfo in (0.0, 0.3, 1.0):
         reused = SegmentPlan("reused", variant=variant("c", "a"), cfo=cfo)
-        assert len(selected(reused, alpha=None)) == 2  # a fifth of ten
+        assert len(selected(reused, method={"alpha": None})) == 2  # a fifth of ten
     published = ReuseConfig.paper(method=ReuseMethod.paper(alpha=None))
     reused = SegmentPlan("reused", variant=variant("c", "a"), cfo=0.3)
     assert len(with_selection(Plan((reused,)), {}, published).segments[0].recompute) == 3
