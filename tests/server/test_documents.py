@@ -181,7 +181,7 @@ def test_tools_their_calls_and_results() -> None:
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "hold text only"),
         ({"messages": ["x"]}, r"messages\[0\]"),
         ({"model_extra": {"cachecraft": []}}, "must be an object"),
-        ({"model_extra": {"cachecraft": {"session": "bob"}}}, "session: no such setting"),
+        ({"model_extra": {"cachecraft": {"session": "bob"}}}, "session: no such option"),
         ({"model_extra": {"cachecraft": {"recompute_ratio": 2}}}, "recompute_ratio"),
     ],
 )
