@@ -88,10 +88,6 @@ _ABLATIONS = (
         _ours(selector="cache_craft", budget_scope="chunk"),
         takes_ratio=True,
     ),
-    *(
-        Method(f"refresh_{rows}", "this package", _ours(refresh_rows=rows), takes_ratio=True)
-        for rows in (4, 8)
-    ),
 )
 ABLATIONS: Mapping[str, Method] = {method.name: method for method in _ABLATIONS}
 

@@ -80,10 +80,10 @@ GROUPS = (
     Group("plain prompts", 15, plain=True),
     Group("two at once", 20, _OFF, at_once=2),
     Group(
-        "ratio, refreshed, drawn",
+        "ratio, drawn",
         10,
         _OFF,
-        {"recompute_ratio": 0.2, "refresh_rows": 4},
+        {"recompute_ratio": 0.2},
         {"temperature": 0.8},
     ),
 )

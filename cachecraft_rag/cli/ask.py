@@ -474,15 +474,12 @@ def print_calibration(rag: CacheCraft) -> None:
 
 def print_stats(stats: RequestStats) -> None:
     """Print a request's times and tokens in a line, and a warning to stderr if the remote did not answer."""
-    refreshed = (
-        f", {stats.tokens_refreshed} refreshed while answering" if stats.tokens_refreshed else ""
-    )
     spared = f" ({stats.tokens_spared} spared out of focus)" if stats.tokens_spared else ""
     out.print(
         f"first token after {stats.ttft_s:.2f} s (plan {stats.plan_s:.3f}, load {stats.load_s:.3f}, "
         f"prefill {stats.prefill_s:.2f}); "
         f"{stats.tokens_prompt} prompt tokens: {stats.tokens_reused} reused, {stats.tokens_recomputed} "
-        f"recomputed{spared}, {stats.tokens_computed} computed{refreshed}",
+        f"recomputed{spared}, {stats.tokens_computed} computed",
         style="dim",
     )
     if stats.remote not in (None, "answered"):

@@ -10,9 +10,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cachecraft_rag.compute.kv_buffer import KVBuffer
-from cachecraft_rag.compute.row_pass import Observer, RowPass, advance
+from cachecraft_rag.compute.row_pass import RowPass, advance
 from cachecraft_rag.compute.stack import Stack
-from cachecraft_rag.compute.stale_tokens.refresh import Refresh
 
 
 class DecodeStep:
@@ -22,18 +21,14 @@ class DecodeStep:
         buffer: keys and values of the request.
         token: id of the token.
         position: position of the token.
-        refresh: chooses stale tokens of the prompt to recompute with it; None = there are none.
     """
 
-    __slots__ = ("buffer", "position", "refresh", "token")
+    __slots__ = ("buffer", "position", "token")
 
-    def __init__(
-        self, buffer: KVBuffer, token: int, position: int, refresh: Refresh | None = None
-    ) -> None:
+    def __init__(self, buffer: KVBuffer, token: int, position: int) -> None:
         self.buffer = buffer
         self.token = token
         self.position = position
-        self.refresh = refresh
 
 
 @torch.inference_mode()
@@ -47,35 +42,18 @@ def extend(stack: Stack, buffer: KVBuffer, tokens: Sequence[int], position: int)
 def extend_all(stack: Stack, steps: Sequence[DecodeStep]) -> Tensor:
     """Compute one step of each of several answers in one pass, and write its keys and values to the steps' buffers.
 
-    Returns hidden states `[streams, steps, hidden]` of the steps' tokens after the last layer. Stale tokens that a step
-    refreshes are computed and written too, but not in the result.
+    Returns hidden states `[streams, steps, hidden]` of the steps' tokens after the last layer, in the order of `steps`.
     """
-    passes = [_step_pass(stack, step) for step in steps]
-    hidden = _compute(stack, passes)
-    if all(len(row_pass.positions) == 1 for row_pass in passes):
-        return hidden
-    last_rows = np.cumsum([len(row_pass.positions) for row_pass in passes]) - 1
-    return hidden[:, torch.from_numpy(last_rows).to(stack.device)]
-
-
-def _step_pass(stack: Stack, step: DecodeStep) -> RowPass:
-    if step.refresh is None:
-        return _row_pass(stack, step.buffer, [step.token], np.array([step.position]))
-    stale, observer = step.refresh.begin(step.position)
-    tokens = [*step.refresh.token_ids[stale].tolist(), step.token]
-    return _row_pass(stack, step.buffer, tokens, np.append(stale, step.position), observer)
+    passes = [
+        _row_pass(stack, step.buffer, [step.token], np.array([step.position])) for step in steps
+    ]
+    return _compute(stack, passes)
 
 
 def _row_pass(
-    stack: Stack,
-    buffer: KVBuffer,
-    tokens: Sequence[int],
-    positions: NDArray[np.int64],
-    observer: Observer | None = None,
+    stack: Stack, buffer: KVBuffer, tokens: Sequence[int], positions: NDArray[np.int64]
 ) -> RowPass:
-    return RowPass(
-        stack, buffer, torch.tensor(tokens, device=stack.device), positions, observer=observer
-    )
+    return RowPass(stack, buffer, torch.tensor(tokens, device=stack.device), positions)
 
 
 def _compute(stack: Stack, passes: Sequence[RowPass]) -> Tensor:

@@ -12,7 +12,6 @@ from torch import Tensor
 from cachecraft_rag.compute.captures.capture import CaptureRecorder
 from cachecraft_rag.compute.kv_buffer import KVBuffer, ResidentKV
 from cachecraft_rag.compute.rows import RowReason, Rows
-from cachecraft_rag.compute.stale_tokens.refresh import Refresh
 from cachecraft_rag.planning.config import Loading
 from cachecraft_rag.planning.planner import Plan
 
@@ -59,7 +58,6 @@ class PrefillJob:
     unread        those of `reused` that are recomputed in full and not read: they are neither resident nor loaded, a
                   probe does not see them, and their rows must not be dropped
     drift         strength of drift correction
-    refresh_rows  number of tokens to recompute with each decode step
     loading       strategy for chunk-caches that are not in memory
     early_termination  settings of early termination; None = off
     probe         request for a probe; None = no probe
@@ -74,7 +72,6 @@ class PrefillJob:
     reused: Sequence[int] = ()
     unread: Set[int] = frozenset()
     drift: float = 0.0
-    refresh_rows: int = 0
     loading: Loading = "cake"
     early_termination: EarlyTermination | None = None
     probe: ProbeRequest | None = None
@@ -105,7 +102,6 @@ class PrefillResult:
     late         segments with tokens that were computed only after other rows had attended to their stored values in
                  the first layers
     plan         plan after the probe; None without a probe
-    refresh      chooses stale tokens to recompute while decoding; None = there are none
     focus_layer  layer that settled the focused chunks; None = no layer did
     row_layers   number of computed rows, summed over passes and layers; early termination lowers it
     waited_s     time that computing waited for loading, in seconds
@@ -117,7 +113,6 @@ class PrefillResult:
     rows: Rows
     late: frozenset[int]
     plan: Plan | None
-    refresh: Refresh | None
     focus_layer: int | None
     row_layers: int
     waited_s: float

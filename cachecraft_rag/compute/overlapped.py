@@ -37,7 +37,6 @@ from cachecraft_rag.compute.stack import Stack
 from cachecraft_rag.compute.stale_tokens.drift_correction import DriftCorrection, StaleChunk
 from cachecraft_rag.compute.stale_tokens.focus import FocusObserver
 from cachecraft_rag.compute.stale_tokens.probe import QuestionProbe
-from cachecraft_rag.compute.stale_tokens.refresh import AttentionReceived, Refresh
 from cachecraft_rag.compute.timing import Timer, untimed, within
 from cachecraft_rag.planning.early_termination import FocusMonitor, focus_score
 from cachecraft_rag.planning.planner import Plan
@@ -249,20 +248,15 @@ class OverlappedPrefill:
                 plan, placed_layers = yield from self._probe(self._job.probe)
             self._loads.leave_out(self._job.unused(self._rows).tolist())
 
-        prompt_end = len(self._ids)
         focus = self._focus_observer()
-        received: AttentionReceived | None = None
-        if focus is None and self._job.refresh_rows:
-            received = AttentionReceived(range(prompt_end - 1, prompt_end), self._layers)
 
         positions = self._rows.open()
         captured_before = {capture.segment for capture in self._recorder.captures}
         joined_rows = 0
 
         computing_s = self._start_clock()
-        observer = focus or received
         row_pass = self._pass(
-            positions, recorder=self._recorder, observer=observer, drift=self._drift(None)
+            positions, recorder=self._recorder, observer=focus, drift=self._drift(None)
         )
         for layer in range(self._layers):
             late = yield from self._wait_for_layer(layer, row_pass, take_over=True)
@@ -284,7 +278,7 @@ class OverlappedPrefill:
         if not joined_rows and not has_terminated_early:
             reuses = bool(self._resident or self._loads.extents)
             self._measured(positions, seconds, "last" if reuses else "piece")
-        if observer is not None or self._job.probe is not None:
+        if focus is not None or self._job.probe is not None:
             self._drop_private_captures(captured_before)
         return PrefillResult(
             hidden=row_pass.hidden,
@@ -293,22 +287,10 @@ class OverlappedPrefill:
             rows=self._rows,
             late=frozenset(self._late_segments),
             plan=plan,
-            refresh=None if received is None else self._refresh(received),
             focus_layer=None if focus is None else focus.monitor.layer,
             row_layers=self._row_layers,
             waited_s=self._loads.waited_s,
         )
-
-    def _refresh(self, received: AttentionReceived) -> Refresh | None:
-        """Return the refreshing of stale tokens in the chunks that the question may shape; None if there are none."""
-        rows = self._rows
-        job = self._job
-        stale = np.isin(rows.segment, list(job.reused)) & (rows.reason == RowReason.STORED)
-        stale[: job.shared_until] = False
-        if not stale.any():
-            return None
-        attention = received.received(len(self._ids))
-        return Refresh(job.token_ids, stale, attention, rows=job.refresh_rows, layers=self._layers)
 
     def _probe(self, request: ProbeRequest) -> Generator[Step, bool, tuple[Plan, int]]:
         """Probe and select again; return the new plan, and in how many first layers all chunk-caches are placed."""

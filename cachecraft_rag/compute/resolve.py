@@ -183,7 +183,6 @@ def _resolved(
         reused=[index for index, planned in enumerate(plan.segments) if planned.to_fix],
         unread=unread,
         drift=config.drift,
-        refresh_rows=config.refresh_rows,
         loading=config.loading,
         early_termination=_early_termination(prompt, plan, config),
         probe=probe,

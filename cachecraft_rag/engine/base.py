@@ -307,8 +307,7 @@ class AnswerEngine(ABC):
     def capture(self, prompt: Prompt, captures: Sequence[int], *, primed: bool) -> None:
         """Compute a prompt without a question, capture these segments (ascending), and wait for the store.
 
-        `primed` marks chunks captured after their neighbours. A capture that the store does not take is logged and
-        counted.
+        A capture that the store does not take is logged. `primed`: chunks are captured after their neighbours.
         """
         self._home.require()
         self.capabilities.require(Capability.CAPTURE)

@@ -167,7 +167,7 @@ class Record:
     f1, reference_f1    of the method's answer and of full prefill's against the gold answers; None if there are none
     ttft_s              seconds to the first token, with the method's preparation and a selector's probes
     reference_ttft_s    the same of full prefill
-    recomputed          chunk tokens recomputed, computed or refreshed while decoding / all chunk tokens of the prompt;
+    recomputed          chunk tokens recomputed or computed / all chunk tokens of the prompt;
                         0 without chunk tokens
     text                the method's answer
     """
@@ -255,10 +255,7 @@ def measure(engine: Engine, reference: Reference, trial: Trial) -> Record:
     kl, top1 = divergence(full.logits, answer.logits)
     golds = question.answers
     chunk_tokens = sum(chunk.tokens for chunk in full.stats.chunks)
-    spent = (
-        sum(chunk.recomputed + chunk.computed for chunk in answer.stats.chunks)
-        + answer.stats.tokens_refreshed
-    )
+    spent = sum(chunk.recomputed + chunk.computed for chunk in answer.stats.chunks)
     return Record(
         question_id=question.question_id,
         method=trial.method.name,

@@ -72,7 +72,6 @@ class RequestStats:
     tokens_reused      taken from chunk-caches without a change
     tokens_recomputed  of reused chunks, recomputed
     tokens_spared      of the reused tokens, not recomputed because their chunks are out of focus
-    tokens_refreshed   of the reused tokens, recomputed while the answer was decoded
     tokens_computed    of chunks without a chunk-cache, of the question, of the system segment the first time, and of
                        chunks that were computed instead of loaded
     tokens_generated   of the answer
@@ -108,16 +107,12 @@ class RequestStats:
     searched: tuple[str, ...] = ()
     request_id: str = ""
     queue_s: float = 0.0
-    tokens_refreshed: int = 0
     tokens_spared: int = 0
     quality: str = ""
 
     @property
     def exact(self) -> bool:
-        """True if each chunk in the prompt was computed, recomputed as a whole, or exact, as in a full prefill.
-
-        False with a `focus_layer`, after `Reason.COMPUTED_LATE`, and without a server's report.
-        """
+        """True if each chunk in the prompt was computed, recomputed as a whole, or exact, as in a full prefill."""
         if self.focus_layer is not None:
             return False
         return all(_is_exact(chunk) for chunk in self.chunks)

@@ -329,7 +329,6 @@ def _token_attributes(stats: RequestStats) -> Attributes:
 def _decode_attributes(stats: RequestStats) -> Attributes:
     return {
         "gen_ai.usage.output_tokens": stats.tokens_generated,
-        "cachecraft.tokens.refreshed": stats.tokens_refreshed,
     }
 
 

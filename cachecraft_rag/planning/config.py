@@ -13,7 +13,6 @@ from cachecraft_rag.checks import (
     check_text,
     check_whole,
 )
-from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.planning.early_termination import EarlyTerminationRule
 from cachecraft_rag.planning.selectors import BudgetScope, selector_named
 
@@ -60,14 +59,11 @@ class ReuseConfig:
     drift            strength of drift correction, in [0, 1]: the part of the mean change of a chunk's recomputed
                      tokens by which its stale tokens are moved (see `compute.stale_tokens.drift_correction`); 0 = off,
                      as in the paper
-    refresh_rows     number of stale tokens to recompute with each decode step, most attended first (see
-                     `compute.stale_tokens.refresh`); 0 = off. Not supported in a server: vLLM's decode steps carry
-                     rows of the answer only
     early_termination         recompute less of chunks that the question does not attend to. "off": recompute all.
                               "probe": nothing is recomputed of chunks out of focus for the selector's probe: half of
                               the work, and more divergence (docs/decisions/focus.md); acts in prompts of five chunks
                               and more, unless `recompute_ratio` is 1. "published": Algorithm 1, which stops within the
-                              last pass; not together with `refresh_rows`
+                              last pass
     early_termination_window  w of Algorithm 1, for "published": consecutive layers that must agree. The paper prints no
                               value; its Fig. 17 fits 8
     plain_prompts    reuse in prompts without documents (unmarked text). "reuse" recognises text that was captured
@@ -95,7 +91,6 @@ class ReuseConfig:
     nearest_share: float = 0.0
     budget_scope: BudgetScope = "prompt"
     drift: float = 0.4
-    refresh_rows: int = 0
     early_termination: EarlyTerminationRule = "off"
     early_termination_window: int = 3
     plain_prompts: PlainPromptsMode = "reuse"
@@ -191,14 +186,8 @@ class ReuseConfig:
         check_number("nearest_share", self.nearest_share, most=1)
         check_choice("budget_scope", self.budget_scope, get_args(BudgetScope))
         check_number("drift", self.drift, most=1)
-        check_whole("refresh_rows", self.refresh_rows)
         check_choice("early_termination", self.early_termination, get_args(EarlyTerminationRule))
         check_whole("early_termination_window", self.early_termination_window, least=1)
-        if self.early_termination == "published" and self.refresh_rows:
-            raise ConfigError(
-                "refresh_rows and Algorithm 1 both observe the last pass, and only one of them can: set "
-                'refresh_rows=0, or early_termination="off" or "probe"'
-            )
         check_choice("plain_prompts", self.plain_prompts, get_args(PlainPromptsMode))
         check_choice("loading", self.loading, get_args(Loading))
         check_whole("min_prompt_tokens", self.min_prompt_tokens, optional=True)

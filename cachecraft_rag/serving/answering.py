@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import time
 from collections.abc import Generator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
@@ -22,7 +21,6 @@ from cachecraft_rag.compute.job import PrefillResult
 from cachecraft_rag.compute.kv_buffer import KVBuffer
 from cachecraft_rag.compute.overlapped import OverlappedPrefill
 from cachecraft_rag.compute.resolve import Resolved, executed_plan, resolve
-from cachecraft_rag.compute.stale_tokens.refresh import Refresh
 from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.planning.candidates import Candidate
 from cachecraft_rag.planning.planner import Plan, exact_shares
@@ -66,30 +64,12 @@ class LoadingPlan:
 class Prefilled:
     """A prompt ready to be answered.
 
-    logits   `[vocabulary]` of its last token
-    buffer   its keys and values
-    refresh  chooses stale tokens to recompute while decoding
+    logits  `[vocabulary]` of its last token
+    buffer  its keys and values
     """
 
     logits: Tensor
     buffer: KVBuffer
-    refresh: Refresh | None
-
-
-class _Snapshot:
-    """A copy of a prefilled prompt that is answered several times, because refreshing changes its keys and values."""
-
-    def __init__(self, output: Prefilled) -> None:
-        self._output = output
-        self._refresh = copy.deepcopy(output.refresh)
-        self._kv = None if output.refresh is None else output.buffer.kv.clone()
-
-    @torch.inference_mode()
-    def restored(self) -> Prefilled:
-        """Return the prompt as it was."""
-        if self._kv is not None:
-            self._output.buffer.kv.copy_(self._kv)
-        return replace(self._output, refresh=copy.deepcopy(self._refresh))
 
 
 @dataclass(eq=False)
@@ -295,7 +275,7 @@ class Answering:
         captures.computed = True
         with self.loop.timer("logits"):
             logits = self.decoder.next_logits(result.hidden)
-        return Prefilled(logits, result.buffer, result.refresh)
+        return Prefilled(logits, result.buffer)
 
     def _submit(self, request: Request, progress: RequestProgress, result: PrefillResult) -> None:
         """Hand the captures of a request to write-back."""
@@ -361,15 +341,12 @@ class Answering:
             int(output.logits.argmax())  # waits for a GPU, as drawing the first token would
             progress.drew_first(at=request.clock())
             known: list[int] = []
-            snapshot = _Snapshot(output)
             if target is not None:
                 logits = yield from self._predict(request, output, target)
-                if output.refresh is None:
-                    known = _known_tokens(logits, target)
-                output = snapshot.restored()
+                known = _known_tokens(logits, target)
             last = yield from self._decode(request, progress, output, queue, known=known)
             if target is None:
-                logits = yield from self._predict(request, snapshot.restored(), progress.tokens)
+                logits = yield from self._predict(request, output, progress.tokens)
         finally:
             self._finish(request, progress, captures)
         progress.read(last.generated)
@@ -411,30 +388,20 @@ class Answering:
                 continue
             if not queue.has_room():
                 yield Until(queue.has_room, for_reader=True)
-            logits = yield DecodeStep(
-                output.buffer, token, prompt_tokens + count - 1, output.refresh
-            )
+            logits = yield DecodeStep(output.buffer, token, prompt_tokens + count - 1)
             if predictions is not None:
                 predictions.note(logits)
             token = sampler.draw(logits)
-            if output.refresh is not None:
-                progress.recomputed_stale(output.refresh.refreshed)
 
     def _predict(self, request: Request, output: Prefilled, answer: Sequence[int]) -> Work[Tensor]:
         """Return `[answer, vocabulary]`: the predictions for each token of a given answer."""
         prompt_tokens = request.prompt.bounds[-1]
-        if len(answer) > 1 and output.refresh is None:
-            hidden = yield Call(
-                partial(extend, self.decoder, output.buffer, answer[:-1], prompt_tokens)
-            )
-            return torch.cat((output.logits[None], self.decoder.logits(hidden)))
-
-        logits = [output.logits]
-        for place, token in enumerate(answer[:-1]):
-            logits.append(
-                (yield DecodeStep(output.buffer, token, prompt_tokens + place, output.refresh))
-            )
-        return torch.stack(logits)
+        if len(answer) < 2:
+            return output.logits[None]
+        hidden = yield Call(
+            partial(extend, self.decoder, output.buffer, answer[:-1], prompt_tokens)
+        )
+        return torch.cat((output.logits[None], self.decoder.logits(hidden)))
 
     def _finish(
         self, request: Request, progress: RequestProgress, captures: FutureCaptures

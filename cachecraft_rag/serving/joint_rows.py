@@ -69,7 +69,7 @@ class JointRows:
     def decode(self, steps: Sequence[DecodeStep]) -> list[Tensor | Exception]:
         """Return the logits `[vocabulary]` (float32) after each of at most `most` steps, or the step's exception.
 
-        A step that runs alone and refreshes nothing is timed for `speed`. For joint forwards see `_jointly`.
+        A step that runs alone is timed for `speed`. For joint forwards see `_jointly`.
         """
         if len(steps) > 1:
             logits = self._jointly(lambda: self._decode_jointly(steps))
@@ -118,9 +118,7 @@ class JointRows:
     def _decode_alone(self, step: DecodeStep) -> Tensor:
         started = time.perf_counter()
         logits = self._decoder.next_logits(extend_all(self._decoder, [step]))
-        # A step that refreshes has more than one row.
-        if step.refresh is None:
-            self.speed.stepped(time.perf_counter() - started)
+        self.speed.stepped(time.perf_counter() - started)
         self._rows.observe(1)
         return logits
 

@@ -123,7 +123,6 @@ class RequestProgress:
     tiers          variant id → tier that it was read from
     row_layers     rows computed, summed over layers
     focus_layer    see `RequestStats`
-    refreshed      stale tokens recomputed while decoding
     tokens         tokens of the answer, with the token that ended it
     generated      tokens up to the place that the reader has read
     finish         how the answer ended, as far as its reader knows
@@ -142,7 +141,6 @@ class RequestProgress:
     tiers: Mapping[str, TierName] = field(default_factory=dict)
     row_layers: int = 0
     focus_layer: int | None = None
-    refreshed: int = 0
     tokens: list[int] = field(default_factory=list)
     generated: int = 0
     finish: Finish | None = None
@@ -201,10 +199,6 @@ class RequestProgress:
         """Append a token id to `tokens`; of its time, in seconds since the call, only that of the first is kept."""
         self.drew_first(at=at)
         self.tokens.append(token)
-
-    def recomputed_stale(self, tokens: int) -> None:
-        """Note how many stale tokens were recomputed while decoding, in all; replaces the number noted before."""
-        self.refreshed = tokens
 
     def read(self, generated: int) -> None:
         """Note that the reader has read up to this number of tokens; a smaller number than before changes nothing."""
@@ -265,7 +259,6 @@ def stats_of(request: Request, progress: RequestProgress, layers: int) -> Reques
         tokens_reused=reused,
         tokens_recomputed=recomputed,
         tokens_spared=sum(report.spared for report in reports),
-        tokens_refreshed=progress.refreshed,
         tokens_computed=total - loaded,
         tokens_generated=progress.generated,
         recompute_share=progress.row_layers / (total * layers),

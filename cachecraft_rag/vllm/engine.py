@@ -363,7 +363,6 @@ class VLLMBackend:
         audited. All errors are raised by a piece, mostly by the first one.
 
         Raises:
-            ConfigError: the question's settings have `refresh_rows`, which vLLM does not support.
             CancelledError: `Calls.close` was called while the answer was under way, or the event loop ends.
             RuntimeError: vLLM or its event loop is closed; also vLLM's own exceptions, such as for a `json_schema` that
                 it refuses.

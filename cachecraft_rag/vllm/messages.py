@@ -92,8 +92,6 @@ class Ask:
     own_tokens   tokens at the end of the prompt that vLLM computes itself: one, or in an audit one for each token of
                  the answer, because vLLM predicts the next token only where it computes
     name         name under which the front end receives the report once the prompt is filled; "": only with the answer
-
-    Raises ConfigError if `config` has `refresh_rows`, which vLLM does not support.
     """
 
     prompt: Prompt
@@ -108,13 +106,6 @@ class Ask:
     first: tuple[int, ...] = ()
     own_tokens: int = 1
     name: str = ""
-
-    def __post_init__(self) -> None:
-        """Raise ConfigError for settings that vLLM does not support."""
-        if self.config.refresh_rows:
-            raise ConfigError(
-                "refresh_rows needs the engine in this process: a decode step of vLLM carries rows of the answer only"
-            )
 
     @property
     def waits(self) -> bool:

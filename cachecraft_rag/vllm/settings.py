@@ -44,8 +44,8 @@ def check_config(config: EngineConfig) -> EngineConfig:
 
     Raises ConfigError for the first option that has no effect over vLLM, and for a quality target without audits, or
     together with a recompute ratio or α. Without effect are `device`, `decode_rows`, `max_waiting`, `preload_bytes`,
-    `wait_timeout_s`, new variants "always", the text of audits, `reuse.refresh_rows`, and `device` and `device_bytes`
-    of the store; their usual values are accepted.
+    `wait_timeout_s`, new variants "always", the text of audits, and `device` and `device_bytes` of the
+    store; their usual values are accepted.
     """
     config.require_usable_target()
     usual = EngineConfig()
@@ -58,8 +58,6 @@ def check_config(config: EngineConfig) -> EngineConfig:
         wrong["new_variants"] = "they are made while no request is under way"
     if getattr(config.audit, "keep_text", False):
         wrong["audit_text"] = "a server computes what audits need, and no further text"
-    if config.reuse.refresh_rows:
-        wrong["reuse.refresh_rows"] = "a decode step carries rows of the answer only"
     # an option named "device" is the engine's, so the store's needs its full name
     wrong |= {
         "store.device" if name == "device" else name: _MEMORY

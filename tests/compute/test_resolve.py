@@ -586,9 +586,7 @@ def result_of(resolved: Resolved, rows: Rows, *, plan: Plan | None = None) -> Pr
     for capture, _ in found:
         capture.layers.update({0, 1})
     buffer: Any = None
-    return PrefillResult(
-        torch.empty(0), buffer, recorder, rows, frozenset(), plan, None, None, 0, 0.0
-    )
+    return PrefillResult(torch.empty(0), buffer, recorder, rows, frozenset(), plan, None, 0, 0.0)
 
 
 def captured_segments(result: PrefillResult) -> list[int]:

@@ -1007,62 +1007,6 @@ def test_a_use_counts_with_what_it_saved_at_a_fixed_ratio(engine: Engine, ratio:
     assert any(gained.values())
 
 
-REFRESHING = replace(CONFIG, capture=False, recompute_ratio=0.1, refresh_rows=3)
-
-
-def test_tokens_refreshed_while_decoding_are_counted_and_change_the_answers_predictions(
-    engine: Engine,
-) -> None:
-    ask(engine)
-    plain = engine.score_answer(
-        QUESTION, CHUNKS[::-1], config=replace(REFRESHING, refresh_rows=0), max_new_tokens=12
-    )
-    found = engine.score_answer(
-        QUESTION, CHUNKS[::-1], target=plain.tokens, config=REFRESHING, max_new_tokens=12
-    )
-    assert plain.stats.tokens_refreshed == 0 < found.stats.tokens_refreshed <= 33
-    assert found.stats.tokens_recomputed == plain.stats.tokens_recomputed
-    # the first token comes before any step
-    assert torch.allclose(found.logits[0], plain.logits[0], atol=1e-4)
-    assert not torch.allclose(found.logits[2:], plain.logits[2:], atol=1e-4)
-
-
-def test_a_scored_answer_that_refreshes_is_the_one_that_is_streamed(engine: Engine) -> None:
-    ask(engine)
-    streamed = ask(engine, CHUNKS[::-1], config=REFRESHING)
-    scored = engine.score_answer(QUESTION, CHUNKS[::-1], config=REFRESHING, max_new_tokens=12)
-    forced = engine.score_answer(
-        QUESTION, CHUNKS[::-1], target=scored.tokens, config=REFRESHING, max_new_tokens=12
-    )
-    assert streamed.stats.tokens_refreshed == scored.stats.tokens_refreshed > 0
-    assert (
-        "".join(streamed.pieces) == scored.text == forced.text
-        if hasattr(streamed, "pieces")
-        else True
-    )
-    assert torch.allclose(forced.logits, scored.logits, atol=1e-4)
-
-
-@pytest.mark.gate
-@pytest.mark.parametrize(
-    "ratio", [1.0, 0.1], ids=["everything recomputed", "behind its own prefix"]
-)
-def test_what_is_exact_stays_exact_with_refreshing(engine: Engine, ratio: float) -> None:
-    ask(engine)
-    order = CHUNKS[::-1] if ratio == 1.0 else CHUNKS
-    config = replace(REFRESHING, recompute_ratio=ratio)
-    full = engine.score_answer(
-        QUESTION, order, config=replace(config, reuse=False), max_new_tokens=12
-    )
-    found = engine.score_answer(
-        QUESTION, order, target=full.tokens, config=config, max_new_tokens=12
-    )
-    assert found.stats.exact
-    assert found.stats.tokens_refreshed == 0
-    assert found.text == full.text
-    assert (found.logits - full.logits).abs().max() <= 1e-3
-
-
 def test_a_small_pass_has_no_probe(engine: Engine) -> None:
     ask(engine)
     config = replace(CONFIG, capture=False, recompute_ratio=0.3)

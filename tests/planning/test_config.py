@@ -24,7 +24,6 @@ from cachecraft_rag.serving.sampling import SamplingParams
         {"recompute_ratio": math.nan},
         {"early_termination": "gap"},
         {"early_termination_window": 0},
-        {"early_termination": "published", "refresh_rows": 2},
         {"selector": "best"},
     ],
     ids=str,

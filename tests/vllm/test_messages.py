@@ -36,11 +36,6 @@ def test_an_ask_arrives_as_it_was_sent() -> None:
     assert Ask.read(sent(plain), PROMPT.token_ids, KEY) == plain
 
 
-def test_rows_that_a_step_of_vllm_has_no_room_for_are_refused() -> None:
-    with pytest.raises(ConfigError, match="refresh_rows needs the engine in this process"):
-        Ask(PROMPT, ReuseConfig(refresh_rows=4))
-
-
 def test_nobody_without_the_key_can_ask() -> None:
     message = sent(ASK)
     with pytest.raises(ConfigError, match="sealed"):

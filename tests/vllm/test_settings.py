@@ -92,7 +92,6 @@ OTHERS: dict[str, Any] = {  # a value of each setting that is not its default
     "reuse.early_termination_window": 2,
     "reuse.loading": "whole",
     "reuse.min_prompt_tokens": 700,
-    "reuse.refresh_rows": 2,
 }
 REFUSED = {
     "threads",
@@ -105,7 +104,6 @@ REFUSED = {
     "preload_bytes",
     "wait_timeout_s",
     "device_bytes",
-    "reuse.refresh_rows",
 }
 
 

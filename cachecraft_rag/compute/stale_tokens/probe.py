@@ -11,16 +11,68 @@ from collections.abc import Set
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from cachecraft_rag.compute.kv_buffer import KVBuffer
 from cachecraft_rag.compute.rows import RowReason, Rows
-from cachecraft_rag.compute.stale_tokens.refresh import DEEPER, AttentionReceived
+from cachecraft_rag.compute.stack import AttentionSettings
+from cachecraft_rag.kernels.attention_mass import attention_mass
+from cachecraft_rag.kernels.visibility import Visibility
 
 # Most rows of a question that are probed, so that a long conversation is not computed twice.
 QUESTION_ROWS = 64
 
+# Fraction of the layers before those whose attention is observed: earlier layers choose worse tokens
+# (docs/decisions/probe.md).
+DEEPER = 0.4
+
 # Fraction of the model's layers that the probe runs through.
 _PROBED_DEPTH = 0.5
+
+
+class AttentionReceived:
+    """Attention that each position receives from some rows in the deeper layers; an `Observer`.
+
+    Args:
+        watched: positions of the rows whose attention is observed.
+        layers: number of layers of the model.
+    """
+
+    def __init__(self, watched: range, layers: int) -> None:
+        self.watched = watched
+        self._layers = range(int(DEEPER * layers), layers)
+        self._received: Tensor | None = None
+
+    def observe(
+        self, layer: int, q: Tensor, k: Tensor, visible: Visibility, settings: AttentionSettings
+    ) -> None:
+        """Add the attention of one of the deeper layers, from two fifths of the layers on, to the sum."""
+        if layer not in self._layers:
+            return
+        keys = k[: self.watched.stop]  # later keys are not computed yet
+        # Bounds of a single segment, made on the device: copying them there would wait for it.
+        bounds = torch.arange(0, len(keys) + 1, len(keys), device=q.device)
+        _mass, received = attention_mass(
+            q,
+            keys,
+            visible,
+            bounds,
+            scale=settings.scale,
+            softcap=settings.softcap,
+            sinks=settings.sinks,
+        )
+        self._received = received if self._received is None else self._received + received
+
+    def seen(self) -> Tensor:
+        """Return the attention to each position up to the last watched one, float32, without a row's own."""
+        assert self._received is not None, "the range of layers is never empty"
+        return self._received
+
+    def received(self, positions: int) -> NDArray[np.float32]:
+        """Return `seen` of the first `positions` positions, float32, on the CPU."""
+        attention: NDArray[np.float32] = self.seen()[:positions].cpu().numpy()
+        return attention
 
 
 class QuestionProbe(AttentionReceived):

@@ -152,8 +152,8 @@ class ServerEngine(AnswerEngine):
 
         Raises:
             ContextLengthError: question, history and answer do not fit the model's context.
-            ConfigError: the question is empty, the history does not alternate, the chat template refuses it, the
-                instruction or a tool cannot be used, or the settings have `refresh_rows`, which vLLM does not support.
+            ConfigError: the question is empty, the history does not alternate, the chat template refuses it, or the
+                instruction or a tool cannot be used.
         """
         started = time.perf_counter()
         check_asked(asked.question, asked.history, session=session, config=asked.config)

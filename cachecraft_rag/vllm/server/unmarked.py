@@ -258,8 +258,7 @@ class PlainPrompts:
             locate: returns the parts of the prompt to search.
             origin: origin of the request.
 
-        Raises StoreError if the store is closed, and ConfigError if the prompt would be served from chunk-caches and
-        the settings have `refresh_rows`, which vLLM does not support.
+        Raises StoreError if the store is closed.
         """
         started = time.perf_counter()
         cached, before = self._served.longest(ids, origin)
