@@ -43,7 +43,7 @@ from cachecraft_rag.vllm.options import VLLMOptions
 from cachecraft_rag.vllm.plugin import ARCHITECTURES
 from cachecraft_rag.vllm.refusals import refusal
 from cachecraft_rag.vllm.self_check import Predicted, check_prompt, self_check
-from cachecraft_rag.vllm.served_model import ServedModel
+from cachecraft_rag.vllm.served_model import VLLMModel
 from cachecraft_rag.vllm.settings import ConnectorSettings
 
 ANSWER_TOKENS = 8
@@ -255,7 +255,7 @@ class _Server:
     def __init__(self, folder: Path, store: Path) -> None:
         from vllm import LLM
 
-        served = ServedModel.load(str(folder), dtype="float32", options=VLLMOptions())
+        served = VLLMModel.load(str(folder), dtype="float32", options=VLLMOptions())
         settings = ConnectorSettings(str(store), served.identity, EngineConfig(), _KEY)
         given: dict[str, Any] = {
             "dtype": "float32",

@@ -60,7 +60,7 @@ def test_folders_import_in_one_direction() -> None:
 
 def test_few_entries_and_public_names() -> None:
     entries = [path.name for path in PACKAGE.iterdir() if path.name != "__pycache__"]
-    assert len(entries) <= 20, sorted(entries)
+    assert len(entries) <= 21, sorted(entries)
     assert len(cachecraft_rag.__all__) <= 12
 
 
@@ -97,3 +97,14 @@ def test_mapped_packages_hold_only_a_docstring() -> None:
         tree = ast.parse((ROOT / package / "__init__.py").read_text(encoding="utf-8"))
         assert len(tree.body) == 1, package
         assert ast.get_docstring(tree), package
+
+
+def test_the_client_and_what_servers_share_import_nothing_from_vllm() -> None:
+    for folder in ("client", "server"):
+        for path in (PACKAGE / folder).rglob("*.py"):
+            assert "vllm" not in imported(path), path
+
+
+def test_what_servers_share_does_not_import_the_client() -> None:
+    for path in (PACKAGE / "server").rglob("*.py"):
+        assert "client" not in imported(path), path

@@ -78,7 +78,7 @@ COMMANDS: dict[str, CommandEntry] = {
     ),
     "serve": CommandEntry(
         "serve",
-        "Serve a model with vLLM: chat completions whose field `documents` holds chunks reuse their chunk-caches.",
+        "Serve a model to OpenAI's clients: requests whose field `documents` holds chunks reuse their chunk-caches.",
         _OPERATING,
     ),
     "quality": CommandEntry(

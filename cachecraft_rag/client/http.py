@@ -20,6 +20,16 @@ from cachecraft_rag.errors import ServerError, UnsupportedCallError
 from cachecraft_rag.model.facts import DiskSpace
 from cachecraft_rag.observability.stats import RequestStats
 from cachecraft_rag.prompt.builder import checked_chunks
+from cachecraft_rag.server.served_model import ServedModel
+from cachecraft_rag.server.wire import (
+    EVICT,
+    FIELD,
+    MOST_DOCUMENTS,
+    MOST_PRIMED,
+    MOST_REMEMBERED,
+    PRIME,
+    READMIT,
+)
 from cachecraft_rag.serving.answer_text import answer_text
 from cachecraft_rag.serving.audits.audit import Audit
 from cachecraft_rag.serving.priming import DocumentPrimer, Primer, Related
@@ -27,13 +37,9 @@ from cachecraft_rag.serving.request import Request, RequestProgress
 from cachecraft_rag.store import RowFilter
 from cachecraft_rag.store.durable import Caches, Evicted
 from cachecraft_rag.types.documents import Chunk, chunk_id_of
-from cachecraft_rag.vllm.served_model import ServedModel
-from cachecraft_rag.vllm.server.documents import FIELD, MOST_DOCUMENTS, MOST_PRIMED
 
-logger = logging.getLogger("cachecraft_rag.vllm")
+logger = logging.getLogger("cachecraft_rag.client")
 
-_PRIME = "/v1/cachecraft/prime"
-_REMEMBERED = 1000  # answers whose audits can be asked for; a server remembers as many
 _MISSING = Capabilities(
     {
         Capability.CAPTURE: "a server captures texts: use engine.primer().prime(chunks)",
@@ -170,7 +176,7 @@ class HTTPEngine(AnswerEngine):
         this engine is closed; ConfigError or ContextLengthError if it refuses the request with status 400, such as when
         it cannot read its store.
         """
-        reply = self._link.call(_PRIME, {"documents": [], "estimate": True})
+        reply = self._link.call(PRIME, {"documents": [], "estimate": True})
         with checked_reply(self._link.url, "the size of its store"):
             return replies.disk_space(reply)
 
@@ -259,7 +265,7 @@ class HTTPEngine(AnswerEngine):
             progress.end(request, "closed")
             if names:
                 self._answered[request.request_id] = names[-1], headers
-                if len(self._answered) > _REMEMBERED:
+                if len(self._answered) > MOST_REMEMBERED:
                     self._answered.pop(next(iter(self._answered)), None)
                 self._unreported[request.request_id] = lambda: progress.reported(
                     self._link.report(names[-1], headers=headers)
@@ -327,7 +333,7 @@ class ServerPrimer:
         """
         total = 0
         for part in request_sized(checked_chunks(chunks)):
-            reply = self._link.call(_PRIME, self._body(part), patient=True)
+            reply = self._link.call(PRIME, self._body(part), patient=True)
             with checked_reply(self._link.url, "a number of captures"):
                 count = replies.whole_of(replies.mapping_of(reply)["captured"])
             captured(count)
@@ -350,7 +356,7 @@ class ServerPrimer:
         """
         missing: dict[str, int] = {}
         for part in request_sized(checked_chunks(chunks)):
-            reply = self._link.call(_PRIME, self._body(part) | {"estimate": True})
+            reply = self._link.call(PRIME, self._body(part) | {"estimate": True})
             with checked_reply(self._link.url, "an estimate"):
                 missing |= replies.missing_variants(reply)
         return missing
@@ -397,7 +403,7 @@ class ServerCaches(Caches):
             raise UnsupportedCallError("a server evicts by chunk ids: RowFilter(chunk_ids=…)")
         if not chosen.chunk_ids:
             return Evicted(0, 0)
-        reply = self._link.call("/v1/cachecraft/evict", {"chunk_ids": list(chosen.chunk_ids)})
+        reply = self._link.call(EVICT, {"chunk_ids": list(chosen.chunk_ids)})
         with checked_reply(self._link.url, "the result of an eviction"):
             return replies.evicted(reply)
 
@@ -409,13 +415,13 @@ class ServerCaches(Caches):
         if not chunk_ids:
             return Evicted(0, 0)
         body = {"chunk_ids": list(chunk_ids), "removed": True}
-        reply = self._link.call("/v1/cachecraft/evict", body)
+        reply = self._link.call(EVICT, body)
         with checked_reply(self._link.url, "the result of an eviction"):
             return replies.evicted(reply)
 
     def readmit_chunks(self, chunk_ids: Sequence[str]) -> frozenset[str]:
         """Let these chunks be stored again; return the ids of those that stay removed. Raises what `evict` raises."""
-        reply = self._link.call("/v1/cachecraft/readmit", {"chunk_ids": list(chunk_ids)})
+        reply = self._link.call(READMIT, {"chunk_ids": list(chunk_ids)})
         with checked_reply(self._link.url, "the removed chunks"):
             return replies.removed_chunks(reply)
 

@@ -21,11 +21,10 @@ from cachecraft_rag.client.replies import (
     report_of,
 )
 from cachecraft_rag.errors import CacheCraftError, ConfigError, ContextLengthError, ServerError
+from cachecraft_rag.server.wire import ADMIN_HEADER, CHAT, FACTS, PROTOCOL, REQUESTS, TOKENIZER
 from cachecraft_rag.serving.audits.audit import Audit
-from cachecraft_rag.vllm.served_model import PROTOCOL
-from cachecraft_rag.vllm.server.documents import ADMIN_HEADER
 
-logger = logging.getLogger("cachecraft_rag.vllm")
+logger = logging.getLogger("cachecraft_rag.client")
 
 _START = "start one with `cachecraft serve MODEL`"
 _MAX_REPLY = 8 << 20  # bytes of a JSON reply
@@ -149,7 +148,7 @@ class Link:
         another version's protocol or sends more than 8 MiB, and if the link is closed; ConfigError or
         ContextLengthError if it answers with status 400.
         """
-        facts = self.call("/v1/cachecraft")
+        facts = self.call(FACTS)
         if not isinstance(facts, dict) or "protocol" not in facts:
             raise ServerError(self._not_ours())
         if facts["protocol"] != PROTOCOL:
@@ -166,7 +165,7 @@ class Link:
         Raises ServerError if the server does not answer in time, asks for a key or fails, or sends more than 64 MiB or
         no JSON, and if the link is closed; ConfigError or ContextLengthError if it answers with status 400.
         """
-        return self.call("/v1/cachecraft/tokenizer", limit=_MAX_TOKENIZER)
+        return self.call(TOKENIZER, limit=_MAX_TOKENIZER)
 
     def call(
         self,
@@ -216,7 +215,7 @@ class Link:
             headers: the headers that the request was sent with.
         """
         try:
-            reply = self.call(f"/v1/cachecraft/requests/{quote(name, safe='')}", headers=headers)
+            reply = self.call(f"{REQUESTS}/{quote(name, safe='')}", headers=headers)
             with checked_reply(self.url, "statistics"):
                 return report_of(reply)
         except CacheCraftError as error:  # the answer itself is complete
@@ -235,7 +234,7 @@ class Link:
         Raises ServerError if the server does not answer in time, asks for a key, fails, or sends a malformed audit, and
         if the link is closed; ConfigError or ContextLengthError if it refuses the request with status 400.
         """
-        reply = self.call(f"/v1/cachecraft/requests/{quote(name, safe='')}", headers=headers)
+        reply = self.call(f"{REQUESTS}/{quote(name, safe='')}", headers=headers)
         with checked_reply(self.url, "an audit"):
             audit = mapping_of(reply).get("audit")
             return None if audit is None else Audit.from_dict(mapping_of(audit))
@@ -261,7 +260,7 @@ class Link:
             TypeError, ValueError: the body is not JSON (half a surrogate pair, NaN), or a header is not ASCII text; a
                 mistake of the caller.
         """
-        with self._replied("/v1/chat/completions", body, headers=headers) as reply:
+        with self._replied(CHAT, body, headers=headers) as reply:
             for line in _lines(reply):
                 if not line.startswith(b"data:"):
                     continue
@@ -334,7 +333,7 @@ class Link:
             return ServerError(f"{self.url}: {message}: connect(…, admin_key=…)")
         if status in (401, 403):
             return ServerError(f"{self.url} asks for a key: connect(…, api_key=…)")
-        if status == 404 and reply.url.path.endswith("/v1/cachecraft"):
+        if status == 404 and reply.url.path.endswith(FACTS):
             return ServerError(self._not_ours())
         if status == 400:
             return ContextLengthError(message) if "context" in message else ConfigError(message)

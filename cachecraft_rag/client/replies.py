@@ -19,9 +19,10 @@ from cachecraft_rag.client.chat_template import ServedTokenizer
 from cachecraft_rag.errors import ConfigError, ServerError
 from cachecraft_rag.model.facts import DiskSpace
 from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.server.served_model import ServedModel
+from cachecraft_rag.server.wire import TOKENIZER_FILES
 from cachecraft_rag.store.durable import Evicted
 from cachecraft_rag.types.kv_layout import DTypeName, KVLayout
-from cachecraft_rag.vllm.served_model import TOKENIZER_FILES, ServedModel
 
 _MAX_SHOWN = 300  # characters of a server's text in a message
 _MAX_WHOLE = 2**53  # the largest whole number that every JSON reader keeps

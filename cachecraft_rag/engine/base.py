@@ -181,6 +181,9 @@ class AnswerEngine(ABC):
             self.request_counts.refuse()
             raise
 
+        return self._generation(request)
+
+    def _generation(self, request: Request) -> Generation:
         progress = RequestProgress()
         return Generation(
             request,
@@ -262,7 +265,7 @@ class AnswerEngine(ABC):
             chunks,
             history=history,
             reserve=sampling.max_new_tokens,
-            recognise=self._recogniser(session) if is_searched else None,
+            recognise=self.recogniser(session) if is_searched else None,
             private=session is not None,
         )
         settings = self.for_prompt(self.calibrated(reuse), prompt)
@@ -278,7 +281,7 @@ class AnswerEngine(ABC):
         """Return the request with whatever this engine adds to it."""
         return request
 
-    def _recogniser(self, session: str | None) -> Recognise | None:
+    def recogniser(self, session: str | None) -> Recognise | None:
         """Return a function that finds captured texts in unmarked text; None if this engine does not reuse them."""
         return None
 

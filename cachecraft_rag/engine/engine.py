@@ -43,7 +43,7 @@ from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.prompt.builder import Turn
 from cachecraft_rag.prompt.output_schema import Constraints
 from cachecraft_rag.prompt.tools import Tool
-from cachecraft_rag.prompt.unmarked import Recognise, recognise_captured
+from cachecraft_rag.prompt.unmarked import Recognise, recognise_captured, session_of
 from cachecraft_rag.serving.admission import AdmissionQueue
 from cachecraft_rag.serving.answering import Answering
 from cachecraft_rag.serving.audits.audit import Audit
@@ -51,6 +51,7 @@ from cachecraft_rag.serving.audits.auditor import Auditor
 from cachecraft_rag.serving.audits.results import AuditResults
 from cachecraft_rag.serving.capturing import LocalCapturer
 from cachecraft_rag.serving.config import Audits, NewVariants
+from cachecraft_rag.serving.generation import Generation
 from cachecraft_rag.serving.joint_rows import JointRows
 from cachecraft_rag.serving.new_variants import VariantMaker
 from cachecraft_rag.serving.request import Request, RequestProgress, stats_of
@@ -425,16 +426,46 @@ class Engine(AnswerEngine):
             self.write_back.remove(chunk_ids)
             self.loop.call(self._answering.stored_changed)
 
-    def _recogniser(self, session: str | None) -> Recognise | None:
+    def generate(
+        self,
+        prompt: Prompt,
+        *,
+        session: str | None = None,
+        sampling: SamplingParams | None = None,
+        config: ReuseConfig | None = None,
+        started: float | None = None,
+    ) -> Generation:
+        """Answer a prompt that is in segments already, such as one of `PromptBuilder.build`.
+
+        Args:
+            prompt: the prompt; with the answer it fits the model's context.
+            started: time of `time.perf_counter` at which it was asked for; None: now.
+
+        Other arguments, result and errors as in `stream`, which also lays the prompt out.
+        """
+        self._home.require()
+        sampling = sampling or SamplingParams()
+        config = config or self.config
+        settings = self.for_prompt(self.calibrated(config), prompt)
+        request = Request(
+            prompt, settings, sampling, session_of(prompt, session), started or time.perf_counter()
+        )
+        return self._generation(self._constrained(request, config))
+
+    def recogniser(self, session: str | None) -> Recognise | None:
+        """Return a function that finds captured texts in token ids, those of the session too."""
         look_up = partial(
             self.store.marked_texts, self.namespace, self.decoder.fingerprint, session=session
         )
         return partial(recognise_captured, look_up=look_up)
 
     def _prepared(self, request: Request, asked: Question) -> Request:
-        """Add the ratio that a quality target chooses, and the grammar of the answer."""
-        request = self.auditor.results.with_ratio(request, asked.config or self.config)
-        schema = asked.sampling.json_schema
+        return self._constrained(request, asked.config or self.config)
+
+    def _constrained(self, request: Request, asked: ReuseConfig) -> Request:
+        """Add the ratio that a quality target chooses for these settings, and the grammar of the answer."""
+        request = self.auditor.results.with_ratio(request, asked)
+        schema = request.sampling.json_schema
         if schema is None:
             return request
         return replace(request, constraint=self._constraints.json(str(schema)))

@@ -41,7 +41,8 @@ PREFIX = "CACHECRAFT_"
 DEFAULT = "default"
 # Variables of the package that are not settings of an engine.
 _ELSEWHERE = {
-    PREFIX + name for name in ("CACHE", "CPU_KERNELS", "READ_ONLY", "REMOTE_KEY", "REMOTE_KEY_FILE")
+    PREFIX + name
+    for name in ("API_KEY", "CACHE", "CPU_KERNELS", "READ_ONLY", "REMOTE_KEY", "REMOTE_KEY_FILE")
 }
 # Added by Kubernetes to every pod beside a service whose name begins with "cachecraft".
 _SERVICE_LINK = re.compile(

@@ -138,6 +138,8 @@ class PromptBuilder:
             first.
         tools: tools that the model may call, see `tools`. The template writes them before the chunks, so they are part
             of the instruction: chunk-caches captured after other tools do not match.
+        bare: write no words around the texts ("Context:", "Question:"), and no instruction if `system` is "": the
+            layout of any other server, for applications that wrote the whole prompt.
 
     Raises:
         ConfigError: the instruction holds a mark that this package uses itself; a tool is invalid, see
@@ -155,6 +157,7 @@ class PromptBuilder:
         private_system: bool = False,
         best_last: bool = True,
         tools: Sequence[Tool] = (),
+        bare: bool = False,
     ) -> None:
         if _CONTEXT_MARK in system or _QUESTION_MARK in system:
             raise ConfigError(
@@ -165,6 +168,7 @@ class PromptBuilder:
         self._context_length = context_length
         self._best_last = best_last
         self._system_text = system
+        self._bare = bare
         self.tools = checked_tools(tools)
         self._has_warned = False
 
@@ -295,6 +299,31 @@ class PromptBuilder:
             stale_ids=self._stale_ids(chunks),
         )
 
+    def build_text(
+        self, text: str, *, reserve: int, recognise: Recognise | None, private: bool
+    ) -> Prompt:
+        """Return the prompt of a text as it is, without the chat template; names of control tokens control the model.
+
+        Arguments and errors as in `build`. The first token takes the instruction's place if anything is found.
+        """
+        ids: tuple[int, ...] = tuple(self._tokenizer(text)["input_ids"])
+        room = self._context_length - reserve - len(ids)
+        if not ids:
+            raise ConfigError("the prompt is empty; write something")
+        if room < 0:
+            raise ContextLengthError(
+                f"the prompt has {len(ids)} tokens, the answer {reserve}; the model's context is "
+                f"{self._context_length}. Shorten the prompt, or lower max_new_tokens."
+            )
+        pieces = [PromptPiece(ids[1:], is_searched=True)]
+        found = None
+        if recognise is not None:
+            found = segments_of(pieces, self.kinds, recognise, private=private, repeated=True)
+        if found is None:
+            return Prompt((_question_segment([PromptPiece(ids, is_searched=True)]),), room=room)
+        head = Segment("system", digest("system", str(ids[0])), ids[:1], private=True)
+        return Prompt((head, *found), room=room)
+
     def _stale_ids(self, chunks: Sequence[Chunk]) -> tuple[tuple[str, str], ...]:
         """Return (id, stale id) of the chunks that brought another text's id; the first time, log a warning."""
         stale_ids = tuple((chunk.chunk_id, chunk.stale_id) for chunk in chunks if chunk.stale_id)
@@ -349,10 +378,10 @@ class PromptBuilder:
         if turns and turns[0][0] == "assistant":
             turns.insert(0, ("user", ""))  # templates need a user's turn first
         _check_order(turns)
-        first_text = f"Question: {turns[0][1]}"
-        _, parts = self._cut([("user", first_text), *turns[1:]])
+        first_text = turns[0][1] if self._bare else f"Question: {turns[0][1]}"
+        head, parts = self._cut([("user", first_text), *turns[1:]])
         pieces: list[PromptPiece] = []
-        after_line_end = True
+        after_line_end = not self._bare or head.endswith(_LINE_END)
         for part in parts:
             before = _LINE_END if after_line_end and not part.special else ""
             ids = self._encode(part.text, special=part.special, before=before)
@@ -363,7 +392,8 @@ class PromptBuilder:
     def _cut(self, turns: Sequence[Turn]) -> tuple[str, list[_TemplatePart]]:
         """Render the template with marks; returns the text before the chunks and the parts after them."""
         messages, texts = self._marked(turns or [("user", "")])
-        messages[0]["content"] = f"Context:\n{_CONTEXT_MARK}{messages[0]['content']}"
+        before = "" if self._bare else "Context:\n"
+        messages[0]["content"] = f"{before}{_CONTEXT_MARK}{messages[0]['content']}"
 
         cuts = (rendering.partition(_CONTEXT_MARK) for rendering in self._renderings(messages))
         best = next(cuts)
@@ -462,6 +492,10 @@ class PromptBuilder:
             yield start + "\n".join(lines) + "\nAnswer:"
             return
 
+        if self._bare and not self._system_text:
+            yield self._refusing(messages)
+            return
+
         # A template is code that came with the model: it may raise anything.
         try:
             rendered = self._apply([{"role": "system", "content": self._system_text}, *messages])
@@ -471,8 +505,12 @@ class PromptBuilder:
             yield rendered
 
         messages[0]["content"] = f"{self._system_text}\n\n{messages[0]['content']}"
+        yield self._refusing(messages)
+
+    def _refusing(self, messages: list[dict[str, object]]) -> str:
+        """Return the rendered messages. Raises ConfigError with the template's reason if it refuses them."""
         try:
-            yield self._apply(messages)
+            return self._apply(messages)
         except Exception as error:
             roles = [str(message["role"]) for message in messages]
             advice = ""

@@ -129,6 +129,15 @@ class Generation(Iterator[str], AsyncIterator[str]):
         """Statistics of the request so far, computed at each access; `finish` is None until the answer ends."""
         return self._stats()
 
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """Token ids drawn so far, with the token that ended the answer; may be ahead of `text`."""
+        return tuple(self._progress.tokens)
+
+    def report(self) -> dict[str, object]:
+        """Return what became of each segment, as plain values: `RequestProgress.reported` takes them over."""
+        return self._progress.report()
+
     def _stats(self) -> RequestStats:
         return stats_of(self._request, self._progress, self._layers)
 

@@ -187,6 +187,17 @@ class RequestProgress:
         self.waited_s = report.get("waited_s", self.waited_s)
         self.remote = report.get("remote", self.remote)
 
+    def report(self) -> dict[str, object]:
+        """Return plain values, for JSON, that `reported` takes over in another process."""
+        return {
+            "segments": [report.as_dict() for report in self.segment_reports()],
+            "row_layers": self.row_layers,
+            "focus_layer": self.focus_layer,
+            "planned_s": self.planned_s,
+            "waited_s": self.waited_s,
+            "remote": self.remote,
+        }
+
     def segment_reports(self) -> tuple[SegmentReport, ...]:
         """Return the reports of the segments, in order: those of `reported` once it was called, else of the plan."""
         return segment_reports(self.plan, self.tiers) if self.reports is None else self.reports

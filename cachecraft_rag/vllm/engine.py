@@ -24,6 +24,7 @@ from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.planning.calibration import load_calibration
 from cachecraft_rag.planning.candidates import Candidate
 from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.server.settings import OFF
 from cachecraft_rag.serving.answer_text import answer_text
 from cachecraft_rag.serving.audits.audit import Audit
 from cachecraft_rag.serving.audits.predictions import LikeliestTokens
@@ -49,8 +50,8 @@ from cachecraft_rag.vllm.messages import FIELD, Ask, FillReport
 from cachecraft_rag.vllm.options import VLLMOptions
 from cachecraft_rag.vllm.refusals import missing_arguments
 from cachecraft_rag.vllm.self_check import Predicted, check_prompt, self_check
-from cachecraft_rag.vllm.served_model import ServedModel
-from cachecraft_rag.vllm.settings import OFF, ConnectorSettings, check_config
+from cachecraft_rag.vllm.served_model import VLLMModel
+from cachecraft_rag.vllm.settings import ConnectorSettings, check_config
 from cachecraft_rag.vllm.versions import require_vllm
 
 logger = logging.getLogger("cachecraft_rag.vllm")
@@ -85,7 +86,7 @@ class VLLMBackend:
 
     def __init__(
         self,
-        model: ServedModel,
+        model: VLLMModel,
         store: ChunkCacheStore,
         config: EngineConfig,
         *,
@@ -542,7 +543,7 @@ class VLLMEngine(AnswerEngine):
 
     def __init__(
         self,
-        model: ServedModel,
+        model: VLLMModel,
         store: ChunkCacheStore,
         config: EngineConfig,
         *,
@@ -606,7 +607,7 @@ class VLLMEngine(AnswerEngine):
         check_mapping("server", server or {})
         chosen = check_config((config or EngineConfig()).with_options(**options))
         require_vllm()
-        served = ServedModel.load(
+        served = VLLMModel.load(
             model, dtype=chosen.dtype, options=VLLMOptions.from_values(server or {})
         )
         ranks = (server or {}).get("tensor_parallel_size")
@@ -678,7 +679,7 @@ class VLLMEngine(AnswerEngine):
 
 
 def _arguments(
-    model: ServedModel, settings: ConnectorSettings, server: Mapping[str, object]
+    model: VLLMModel, settings: ConnectorSettings, server: Mapping[str, object]
 ) -> dict[str, object]:
     required: dict[str, object] = {
         "model": str(model.folder),

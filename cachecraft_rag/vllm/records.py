@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
@@ -13,6 +12,7 @@ from cachecraft_rag.observability.stats import Finish, RequestStats
 from cachecraft_rag.observability.tracing import ServedTrace, TracedRequest, is_tracing
 from cachecraft_rag.planning.planner import SegmentOutcome
 from cachecraft_rag.planning.reasons import Reason
+from cachecraft_rag.server.remembered import Remembered
 from cachecraft_rag.serving.request import (
     Request,
     RequestProgress,
@@ -37,8 +37,6 @@ class RequestParams(Protocol):
     structured_outputs: object
     extra_args: dict[str, object] | None
 
-
-_REMEMBERED = 1000  # requests: a few kilobytes each
 
 _FINISH: Mapping[str, Finish] = {"stop": "end", "length": "length"}
 
@@ -277,7 +275,7 @@ class Records:
         self._count_ended = ended
         self._under_way: dict[str, RequestRecord] = {}
         self._named: dict[str, RequestRecord] = {}
-        self._ended: OrderedDict[str, tuple[str | None, dict[str, object]]] = OrderedDict()
+        self._ended = Remembered()
 
     def begin(self, name: str, record: RequestRecord) -> None:
         """Add a request that is handed to vLLM; it replaces one under way that has the same name.
@@ -319,10 +317,7 @@ class Records:
                 record.trace.end(record.stats(), record.error)
         if self._under_way.get(name) is record:  # a client may give two requests the same name
             del self._under_way[name]
-        self._ended[name] = (record.request.session, record.as_dict())
-        self._ended.move_to_end(name)
-        while len(self._ended) > _REMEMBERED:
-            self._ended.popitem(last=False)
+        self._ended.keep(name, record.request.session, record.as_dict())
 
     def get(self, name: str, *, session: str | None) -> dict[str, object] | None:
         """Return the statistics of a request: `RequestRecord.as_dict`, and its name as "id".
@@ -331,11 +326,10 @@ class Records:
         longer among the last 1,000, or whose session is another one; a `session` of None finds requests without a
         session only.
         """
-        owner, numbers = self._ended.get(name, (None, {}))
+        numbers = self._ended.get(name, session=session)
         if (record := self._under_way.get(name)) is not None:
-            owner = record.request.session
-            numbers = record.as_dict()
-        return {"id": name} | numbers if numbers and owner == session else None
+            numbers = record.as_dict() if record.request.session == session else None
+        return {"id": name} | numbers if numbers else None
 
 
 class RecordingClient:

@@ -1,18 +1,15 @@
-"""Facts about a model that vLLM runs in other processes or on another machine."""
+"""Facts about a model that vLLM runs in other processes."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from cachecraft_rag.checks import check_whole
 from cachecraft_rag.errors import (
     UnsupportedModelError,
 )
-from cachecraft_rag.model.chunk_bound import ModelTokens
 from cachecraft_rag.model.decoder import (
     config_of,
     context_length_of,
@@ -21,21 +18,13 @@ from cachecraft_rag.model.decoder import (
     loading,
 )
 from cachecraft_rag.model.fingerprint import checkpoint_fingerprint, snapshot_folder
+from cachecraft_rag.server.served_model import ServedModel
 from cachecraft_rag.types.kv_layout import KVLayout
 from cachecraft_rag.vllm.options import VLLMOptions
 from cachecraft_rag.vllm.refusals import needed_arguments, refusal
 
-PROTOCOL = 1  # version of the messages between `client.HTTPEngine` and the endpoint
 # Architectures whose windows vLLM makes one token longer than transformers does: they share no chunk-caches.
 _OTHER_WINDOWS = {"Cohere2ForCausalLM"}
-TOKENIZER_FILES = (
-    "config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-    "generation_config.json",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,27 +37,18 @@ class ModelIdentity:
 
 
 @dataclass(frozen=True)
-class ServedModel:
-    """Facts about a model that runs in vLLM's processes; see `model.facts.ModelFacts`.
+class VLLMModel(ServedModel):
+    """A model in vLLM's processes.
 
-    folder      folder of the model's files; None if they are on another machine
-    end_tokens  token ids that end an answer
     arguments   see `refusals.needed_arguments` and `missing_arguments`; none for a server that runs already
     """
 
-    name: str
-    folder: Path | None
-    tokenizer: Any
-    fingerprint: str
-    layout: KVLayout
-    context_length: int
-    end_tokens: frozenset[int]
     arguments: Mapping[str, object] = field(default_factory=dict)
 
     @classmethod
     def load(
         cls, name: str, *, dtype: str = "auto", options: VLLMOptions | None = None
-    ) -> ServedModel:
+    ) -> VLLMModel:
         """Return facts about a model: read its config and its tokenizer, and digest its weights, which are not kept.
 
         Config and tokenizer come from the hub if they are not on this machine. Weights are not downloaded, except for
@@ -145,15 +125,6 @@ class ServedModel:
     def identity(self) -> ModelIdentity:
         """A new `ModelIdentity` with this model's fingerprint, layout and context length, for vLLM's processes."""
         return ModelIdentity(self.fingerprint, self.layout, self.context_length)
-
-    @cached_property
-    def chunk_bound(self) -> ModelTokens:
-        """Bound of a document's chunks: this model's token count, and the most tokens of a chunk.
-
-        A chunk may have a quarter of the context's tokens, but at least 16 and at most 1,024. The bound is made at the
-        first use and kept, with a copy of the tokenizer.
-        """
-        return ModelTokens.of(self.tokenizer, context_length=self.context_length)
 
 
 def _generation_config(folder: Path) -> object:

@@ -29,7 +29,7 @@ from cachecraft_rag.model.self_check import TOLERANCE, load_checked, self_check
 from cachecraft_rag.model.sizes import layout_named
 from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.types.documents import Chunk
-from cachecraft_rag.vllm.served_model import ServedModel
+from cachecraft_rag.vllm.served_model import VLLMModel
 
 MakeDecoder = Callable[..., Decoder]
 
@@ -261,7 +261,7 @@ DAMAGED = {
 def test_damaged_files_of_a_model_are_one_error(damage: str, saved: Path) -> None:
     name, content = DAMAGED[damage]
     (saved / name).write_bytes(content or (saved / name).read_bytes()[:5000])
-    for load in (Decoder.load, ServedModel.load):
+    for load in (Decoder.load, VLLMModel.load):
         with pytest.raises(ModelNotFoundError, match="cannot load the model"):
             load(str(saved))
 

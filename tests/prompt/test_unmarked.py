@@ -454,7 +454,7 @@ def test_prompts_of_any_kind_keep_their_tokens_and_name_equal_segments_alike(
     for place, prompt in enumerate(one for one in odd_prompts(6 * PROMPTS) if one.strip()):
         session = "ada" if place % 2 else None
         built = engine.prompts.build(
-            prompt, (), recognise=engine._recogniser(session), private=session is not None
+            prompt, (), recognise=engine.recogniser(session), private=session is not None
         )
         assert built.token_ids == engine.prompts.build(prompt, ()).token_ids
         assert len({(one.segment_id, one.token_ids) for one in built.segments}) == len(

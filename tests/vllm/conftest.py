@@ -143,10 +143,10 @@ class Server:
         from cachecraft_rag.engine.config import EngineConfig
         from cachecraft_rag.store import StoreConfig
         from cachecraft_rag.vllm.options import VLLMOptions
-        from cachecraft_rag.vllm.served_model import ServedModel
+        from cachecraft_rag.vllm.served_model import VLLMModel
         from cachecraft_rag.vllm.settings import ConnectorSettings
 
-        served = ServedModel.load(
+        served = VLLMModel.load(
             str(model),
             dtype=options.get("dtype", "float32"),
             options=VLLMOptions.from_values(options),

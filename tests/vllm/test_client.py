@@ -21,13 +21,12 @@ from cachecraft_rag.planning.reasons import Reason
 from cachecraft_rag.rag import CacheCraft
 from cachecraft_rag.retrievers.index.faiss_store import FaissStore
 from cachecraft_rag.retrievers.index.removal import evict_removed
+from cachecraft_rag.server.wire import MOST_DOCUMENTS, MOST_PRIMED, PROTOCOL
 from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store import RowFilter
 from cachecraft_rag.store.durable import Evicted
 from cachecraft_rag.types.documents import Chunk
 from cachecraft_rag.types.kv_layout import KVLayout
-from cachecraft_rag.vllm.served_model import PROTOCOL
-from cachecraft_rag.vllm.server.documents import MOST_DOCUMENTS, MOST_PRIMED
 
 LAYOUT = KVLayout(layers=2, kv_heads=1, head_dim=8, dtype="float32")
 Answer = tuple[int, Any]

@@ -451,8 +451,8 @@ def test_the_api_server_has_what_the_endpoint_uses() -> None:
 def test_priming_and_evicting_ask_for_an_admin_key() -> None:
     from fastapi import HTTPException
 
+    from cachecraft_rag.server.settings import EndpointSettings
     from cachecraft_rag.vllm.server.endpoint import _administered
-    from cachecraft_rag.vllm.settings import EndpointSettings
 
     for keys, given, allowed in (
         ((), "", True),

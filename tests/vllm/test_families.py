@@ -21,7 +21,7 @@ from cachecraft_rag.vllm.engine import VLLMEngine
 from cachecraft_rag.vllm.messages import Ask
 from cachecraft_rag.vllm.options import VLLMOptions
 from cachecraft_rag.vllm.self_check import Predicted, check_prompt, self_check
-from cachecraft_rag.vllm.served_model import ServedModel
+from cachecraft_rag.vllm.served_model import VLLMModel
 from cachecraft_rag.vllm.worker import models
 from tests.vllm.conftest import TEXTS, Server
 from tests.vllm.test_equality import BASE, KETTLE, Expected, assert_equal, greedy
@@ -152,7 +152,7 @@ def test_a_model_with_other_windows_has_a_fingerprint_of_its_own(
 ) -> None:
     folder = save_checkpoint("Cohere 2", tmp_path / "model", byte_tokenizer)
     here = Decoder.load(str(folder), dtype="float32")
-    served = ServedModel.load(str(folder), dtype="float32", options=VLLMOptions())
+    served = VLLMModel.load(str(folder), dtype="float32", options=VLLMOptions())
     assert served.fingerprint != here.fingerprint
 
 

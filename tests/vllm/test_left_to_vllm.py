@@ -17,14 +17,15 @@ from fastapi.testclient import TestClient
 from vllm.entrypoints.serve.engine.protocol import ErrorInfo, ErrorResponse
 
 from cachecraft_rag.engine.config import EngineConfig
+from cachecraft_rag.server.settings import EndpointSettings
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.vllm.messages import FIELD, Ask
-from cachecraft_rag.vllm.served_model import ServedModel
+from cachecraft_rag.vllm.served_model import VLLMModel
 from cachecraft_rag.vllm.server import unmarked
 from cachecraft_rag.vllm.server.endpoint import ChatWithDocuments, Endpoint
 from cachecraft_rag.vllm.server.message_places import TokenOffsets
 from cachecraft_rag.vllm.server.server_engine import ServerEngine
-from cachecraft_rag.vllm.settings import ConnectorSettings, EndpointSettings
+from cachecraft_rag.vllm.settings import ConnectorSettings
 from tests.vllm.test_message_places import SPOILS_USER, about
 
 DOCUMENTS = [{"text": about(thing)} for thing in ("kettle", "toaster")]
@@ -89,7 +90,7 @@ def made(
 ) -> Iterator[tuple[TestClient, Handler, ServerEngine]]:
     decoder = tiny_decoder("Llama")
     facts = (decoder.fingerprint, decoder.layout, decoder.context_length, frozenset())
-    model = ServedModel("tiny", None, byte_tokenizer, *facts)
+    model = VLLMModel("tiny", None, byte_tokenizer, *facts)
     endpoint = EndpointSettings(plain_prompts="reuse")
     settings = ConnectorSettings(str(tmp_path), model.identity, EngineConfig(), endpoint=endpoint)
     calls: Any = SimpleNamespace(close=lambda: None)

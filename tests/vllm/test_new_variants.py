@@ -29,7 +29,7 @@ from cachecraft_rag.vllm.calls import Step
 from cachecraft_rag.vllm.engine import VLLMEngine
 from cachecraft_rag.vllm.idle.new_variants import Captured, IdleVariants
 from cachecraft_rag.vllm.messages import FIELD
-from cachecraft_rag.vllm.served_model import ServedModel
+from cachecraft_rag.vllm.served_model import VLLMModel
 from cachecraft_rag.vllm.server.server_engine import ServerEngine
 from cachecraft_rag.vllm.settings import ConnectorSettings
 from tests.vllm.conftest import TEXTS
@@ -188,7 +188,7 @@ def test_a_text_that_is_removed_while_it_waits_or_fits_no_prompt_is_not_stored(
     tmp_path: Path,
 ) -> None:
     decoder = tiny_decoder("Llama")
-    model = ServedModel(
+    model = VLLMModel(
         "tiny",
         None,
         byte_tokenizer,

@@ -15,7 +15,7 @@ pytest.importorskip("vllm")
 from benchmarks.vllm_families import random_prompt, save_checkpoint
 from cachecraft_rag.vllm.messages import Ask
 from cachecraft_rag.vllm.self_check import TOLERANCE
-from cachecraft_rag.vllm.served_model import ServedModel
+from cachecraft_rag.vllm.served_model import VLLMModel
 from tests.vllm.conftest import Served, Server
 from tests.vllm.quantised import KINDS, save_quantised
 from tests.vllm.test_equality import BASE
@@ -78,6 +78,6 @@ def test_each_quantisation_has_a_fingerprint_of_its_own(
 ) -> None:
     plain = save_checkpoint("Llama with YaRN", tmp_path / "plain", byte_tokenizer)
     folders = [save_quantised(plain, kind, tmp_path / kind) for kind in KINDS]
-    models = [ServedModel.load(str(folder), dtype=DTYPE) for folder in (plain, *folders)]
+    models = [VLLMModel.load(str(folder), dtype=DTYPE) for folder in (plain, *folders)]
     assert len({model.fingerprint for model in models}) == 1 + len(KINDS)
     assert len({model.layout for model in models}) == 1

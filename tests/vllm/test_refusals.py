@@ -22,7 +22,7 @@ from cachecraft_rag.vllm.refusals import (
     needed_arguments,
     refusal,
 )
-from cachecraft_rag.vllm.served_model import ServedModel
+from cachecraft_rag.vllm.served_model import VLLMModel
 from cachecraft_rag.vllm.worker.refusals import start_up_refusal
 
 ONE_TABLE = {"rope_type": "default", "rope_theta": 10_000.0}
@@ -470,14 +470,14 @@ def test_a_damaged_file_is_refused_with_the_models_name(
     file = folder / name
     file.write_bytes(damage(file.read_bytes()))
     with pytest.raises(ModelNotFoundError, match=says):
-        ServedModel.load(str(folder))
+        VLLMModel.load(str(folder))
 
 
 def test_a_store_is_not_shared_between_quantisations(model_folder: Callable[[str], Path]) -> None:
     folder = str(model_folder("Llama"))
-    plain = ServedModel.load(folder, options=VLLMOptions())
-    assert plain.identity == ServedModel.load(folder).identity
+    plain = VLLMModel.load(folder, options=VLLMOptions())
+    assert plain.identity == VLLMModel.load(folder).identity
     for arguments, _ in SHAPING:
-        other = ServedModel.load(folder, options=VLLMOptions.from_arguments(arguments))
+        other = VLLMModel.load(folder, options=VLLMOptions.from_arguments(arguments))
         assert other.identity != plain.identity
         assert other.layout == plain.layout

@@ -21,6 +21,8 @@ from cachecraft_rag.engine.config import EngineConfig
 from cachecraft_rag.engine.settings import known_settings
 from cachecraft_rag.errors import ConfigError, UnsupportedModelError
 from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.server.documents import Asked, plain_config, uncaptured_note
+from cachecraft_rag.server.settings import EndpointSettings
 from cachecraft_rag.serving.config import Audits, NewVariants
 from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store import ChunkCacheStore, StoreConfig
@@ -28,11 +30,10 @@ from cachecraft_rag.types.documents import Chunk
 from cachecraft_rag.vllm.engine import VLLMEngine
 from cachecraft_rag.vllm.plugin import register
 from cachecraft_rag.vllm.records import RequestRecord
-from cachecraft_rag.vllm.served_model import ServedModel
+from cachecraft_rag.vllm.served_model import VLLMModel
 from cachecraft_rag.vllm.server import launch as server
-from cachecraft_rag.vllm.server.documents import Asked, plain_config, uncaptured_note
 from cachecraft_rag.vllm.server.server_engine import ServerEngine
-from cachecraft_rag.vllm.settings import ConnectorSettings, EndpointSettings, check_config
+from cachecraft_rag.vllm.settings import ConnectorSettings, check_config
 from cachecraft_rag.vllm.versions import require_vllm
 
 # What a client says with each question, or does itself before it asks.
@@ -123,7 +124,7 @@ def started(
     def load(_name: str, *, dtype: str, options: Any) -> Any:
         return SimpleNamespace(identity=dtype)
 
-    monkeypatch.setattr(ServedModel, "load", load)
+    monkeypatch.setattr(VLLMModel, "load", load)
 
     def start(*flags: str, **environment: str) -> ConnectorSettings | str:
         found.clear()
@@ -296,7 +297,7 @@ def test_the_server_answers_by_its_own_settings(
     tiny_decoder: Callable[..., Any], byte_tokenizer: Any, tmp_path: Path
 ) -> None:
     decoder = tiny_decoder("Llama")
-    model = ServedModel(
+    model = VLLMModel(
         "tiny",
         None,
         byte_tokenizer,
@@ -384,7 +385,7 @@ def test_heads_that_ranks_cannot_divide(
     tiny_decoder: Callable[..., Any], byte_tokenizer: Any
 ) -> None:
     layout = replace(tiny_decoder("Llama").layout, kv_heads=6)
-    model = ServedModel("tiny", None, byte_tokenizer, "", layout, 64, frozenset())
+    model = VLLMModel("tiny", None, byte_tokenizer, "", layout, 64, frozenset())
     model.require_ranks(3)
     with pytest.raises(
         UnsupportedModelError, match="which 4 ranks cannot divide; possible are 1, 2, 3, 6"
@@ -431,7 +432,7 @@ def test_an_instruction_of_a_client_is_shared_unless_operator_or_request_call_it
 ) -> None:
     decoder = tiny_decoder("Llama")
     facts = (decoder.fingerprint, decoder.layout, decoder.context_length, frozenset())
-    model = ServedModel("tiny", None, byte_tokenizer, *facts)
+    model = VLLMModel("tiny", None, byte_tokenizer, *facts)
     config = EngineConfig(private_system=operator)
     settings = ConnectorSettings(str(tmp_path), model.identity, config)
     calls: Any = SimpleNamespace(close=lambda: None)

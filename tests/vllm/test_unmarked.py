@@ -25,6 +25,7 @@ from cachecraft_rag.planning.candidates import Candidate
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.planning.reasons import Reason
 from cachecraft_rag.prompt.builder import STAND_IN
+from cachecraft_rag.server.response_input import messages_of
 from cachecraft_rag.store import ChunkCacheStore, RowFilter
 from cachecraft_rag.store.catalog_records import Listed
 from cachecraft_rag.types.digests import digest, digest_of_tokens
@@ -33,7 +34,6 @@ from cachecraft_rag.types.prompts import Prompt, Segment
 from cachecraft_rag.vllm.messages import Ask
 from cachecraft_rag.vllm.records import Records
 from cachecraft_rag.vllm.server.message_places import Searched, searched_messages
-from cachecraft_rag.vllm.server.response_input import messages_of
 from cachecraft_rag.vllm.server.unmarked import (
     Origin,
     PlainPrompts,

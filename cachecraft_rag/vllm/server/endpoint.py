@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import hmac
 from argparse import Namespace
 from collections.abc import (
     AsyncGenerator,
@@ -19,7 +18,7 @@ from collections.abc import (
     Sequence,
 )
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -46,27 +45,34 @@ from vllm.entrypoints.serve.utils.orca_metrics import metrics_header
 from vllm.entrypoints.serve.utils.sse_keep_alive import with_sse_keep_alive
 from vllm.renderers.chat_utils import load_chat_template
 
-from cachecraft_rag.checks import check_flag, check_text
 from cachecraft_rag.errors import CacheCraftError, ConfigError
-from cachecraft_rag.store import RowFilter
+from cachecraft_rag.server import administration
+from cachecraft_rag.server.documents import (
+    Asked,
+    check_documents,
+    plain_config,
+    uncaptured_note,
+)
+from cachecraft_rag.server.ready import announce
+from cachecraft_rag.server.response_input import messages_of
+from cachecraft_rag.server.wire import (
+    ADMIN_HEADER,
+    CHAT,
+    EVICT,
+    FACTS,
+    MOST_BODY,
+    PRIME,
+    READMIT,
+    REQUESTS,
+    TOKENIZER,
+    Message,
+)
 from cachecraft_rag.vllm.calls import Calls
 from cachecraft_rag.vllm.messages import salt_of
 from cachecraft_rag.vllm.metrics import ServerCollector, reported_counts
 from cachecraft_rag.vllm.options import CacheConfig
 from cachecraft_rag.vllm.records import RecordingClient, Records, RequestRecord
-from cachecraft_rag.vllm.server.documents import (
-    ADMIN_HEADER,
-    MOST_BODY,
-    Asked,
-    check_documents,
-    plain_config,
-    read_body,
-    read_priming,
-    uncaptured_note,
-)
-from cachecraft_rag.vllm.server.message_places import Message, Searched
-from cachecraft_rag.vllm.server.ready import announce
-from cachecraft_rag.vllm.server.response_input import messages_of
+from cachecraft_rag.vllm.server.message_places import Searched
 from cachecraft_rag.vllm.server.server_engine import ServerEngine
 from cachecraft_rag.vllm.server.unmarked import (
     Locate,
@@ -79,7 +85,6 @@ from cachecraft_rag.vllm.settings import ConnectorSettings
 T = TypeVar("T")
 
 _THREADS = 4  # for laying out prompts
-_LONGEST_SESSION = 256
 
 
 class DocumentChatRequest(ChatCompletionRequest):
@@ -118,7 +123,7 @@ class ChatWithDocuments:
             ModelNotFoundError: a file of the model cannot be read or is damaged.
             UnsupportedModelError: the model has no weight files on this machine, or reuse is not exact on it.
             StoreError: the store cannot be opened, read or written.
-            KeyError, AttributeError: the model's config lacks a value that is needed, see `ServedModel.load`.
+            KeyError, AttributeError: the model's config lacks a value that is needed, see `VLLMModel.load`.
             ValueError: the metrics of another engine are registered in this process already.
 
         vLLM's own exceptions pass, too, such as for a chat template that cannot be read, or a `max_logprobs` below 16.
@@ -176,16 +181,11 @@ class Endpoint:
             raise bad_request(error) from error
 
     def session(self, raw_request: Request) -> str | None:
-        """Return the session in the header that `EndpointSettings.session_header` names; None without that header.
-
-        None also if this server trusts no header. Raises HTTPException (400) for a session that is empty or has more
-        than 256 characters.
-        """
-        header = self.engine.settings.session_header
-        session = None if header is None else raw_request.headers.get(header)
-        if session is not None and not 0 < len(session) <= _LONGEST_SESSION:
-            raise bad_request(ConfigError(f"{header} must have 1 to {_LONGEST_SESSION} characters"))
-        return session
+        """Return the session of a request, see `EndpointSettings.session_in`. Raises HTTPException (400)."""
+        try:
+            return self.engine.settings.session_in(raw_request.headers)
+        except ConfigError as error:
+            raise bad_request(error) from error
 
 
 def bad_request(error: CacheCraftError) -> HTTPException:
@@ -488,83 +488,38 @@ async def statistics(name: str, raw_request: Request) -> dict[str, object]:
 
 
 async def prime(raw_request: Request) -> dict[str, object]:
-    """Capture the chunks of one document, in order; with "estimate", only count them.
-
-    Chunks that are stored already after the same neighbours are skipped. Returns {"captured": number of captures that
-    were stored}. With "estimate" returns {"missing": {variant id: tokens}, "disk": the fields of `DiskSpace`}, with an
-    entry in "missing" for each capture that would be made. The body is described at `read_priming`.
+    """Prime one document, see `administration.prime`.
 
     Raises HTTPException (403) without the admin key that this server asks for; HTTPException (400) for an invalid or
     too large body, a chunk that does not fit a pass, a private instruction, and a store that is closed or cannot be
     read; also vLLM's own exceptions.
     """
-    endpoint = _administered(raw_request)
-    body = await _body(raw_request)
-    engine = endpoint.engine
-
-    def act() -> dict[str, object]:
-        asked = read_priming(body, context_length=engine.decoder.context_length)
-        primer = engine.primer(related=lambda _: asked.related)
-        if asked.estimate:
-            return {"missing": primer.missing(asked.chunks), "disk": asdict(engine.disk_space())}
-        return {"captured": primer.prime(asked.chunks)}
-
-    return await endpoint.in_thread(act, slow=True)
+    return await _changed(raw_request, administration.prime)
 
 
 async def evict(raw_request: Request) -> dict[str, object]:
-    """Remove the chunk-caches of chunks in this server's namespace, by their ids; unknown ids are ignored.
+    """Evict chunks, see `administration.evict`. Raises HTTPException as `prime` does.
 
-    The body is {"chunk_ids": [id, …]}. With "removed": true the chunks were removed with their documents: chunk-caches
-    captured after them leave too, and none is stored until `readmit`. Waiting audits and new variants with these
-    chunks are dropped. Captures that vLLM's processes have begun are not waited for; those of removed chunks are not
-    stored. Returns {"variants": number of variants removed, "nbytes": their bytes on disk}. Both are 0 if the list is
-    empty.
-
-    Raises HTTPException (403) without the admin key that this server asks for; HTTPException (400) for an invalid or
-    too large body, one without "chunk_ids", and for a store that is closed or cannot be read or written.
+    Captures that vLLM's processes have begun are not waited for; those of removed chunks are not stored.
     """
-    endpoint = _administered(raw_request)
-    body = await _body(raw_request)
-
-    def act() -> dict[str, object]:
-        given = read_body(body, ("chunk_ids", "removed"))
-        ids = _chunk_ids(given)
-        is_removed = given.get("removed", False)
-        check_flag("removed", is_removed)
-        engine = endpoint.engine
-        if is_removed:
-            return asdict(engine.store.remove_chunks(ids, namespace=engine.namespace))
-        return asdict(engine.store.evict(RowFilter(namespace=engine.namespace, chunk_ids=ids)))
-
-    return await endpoint.in_thread(act, slow=True)
+    return await _changed(raw_request, administration.evict)
 
 
 async def readmit(raw_request: Request) -> dict[str, object]:
-    """Let chunks be stored again that `evict` has removed with their documents; ids of others are ignored.
+    """Readmit chunks, see `administration.readmit`. Raises HTTPException as `prime` does."""
+    return await _changed(raw_request, administration.readmit)
 
-    The body is {"chunk_ids": [id, …]}. Returns {"removed": ids of all chunks that stay removed}.
 
-    Raises HTTPException as `evict` does.
-    """
-    endpoint = _administered(raw_request)
+async def _changed(
+    raw_request: Request, change: Callable[[ServerEngine, bytes], dict[str, object]]
+) -> dict[str, object]:
+    """Return the reply of a request that changes shared chunk-caches."""
+    endpoint = _endpoint(raw_request)
+    given = raw_request.headers.get(ADMIN_HEADER, "")
+    if not administration.is_admin(given, endpoint.engine.settings.admin_keys):
+        raise HTTPException(403, administration.NEEDS_KEY)
     body = await _body(raw_request)
-
-    def act() -> dict[str, object]:
-        ids = _chunk_ids(read_body(body, ("chunk_ids",)))
-        engine = endpoint.engine
-        return {"removed": sorted(engine.store.readmit_chunks(ids, namespace=engine.namespace))}
-
-    return await endpoint.in_thread(act, slow=True)
-
-
-def _chunk_ids(body: Mapping[str, object]) -> tuple[str, ...]:
-    ids = body.get("chunk_ids")
-    if not isinstance(ids, list):
-        raise ConfigError('write {"chunk_ids": ["…"]}')
-    for chunk_id in ids:
-        check_text("each of chunk_ids", chunk_id)
-    return tuple(ids)
+    return await endpoint.in_thread(partial(change, endpoint.engine, body), slow=True)
 
 
 async def _body(raw_request: Request) -> bytes:
@@ -586,41 +541,28 @@ def _endpoint(raw_request: Request) -> Endpoint:
     return endpoint
 
 
-def _administered(raw_request: Request) -> Endpoint:
-    """Return the endpoint for a request that changes shared chunk-caches. Raises HTTPException without an admin key."""
-    endpoint = _endpoint(raw_request)
-    given = raw_request.headers.get(ADMIN_HEADER, "").encode()
-    keys = endpoint.engine.settings.admin_keys
-    if keys and not any(hmac.compare_digest(given, key.encode()) for key in keys):
-        raise HTTPException(
-            403,
-            f"to prime and evict, this server asks for its admin key in the header {ADMIN_HEADER}",
-        )
-    return endpoint
-
-
 def _router() -> APIRouter:
     """Return the routes, added without decorators, which would hide the functions' types."""
     router = APIRouter()
     json = Depends(validate_json_request)
     posts: list[tuple[str, Callable[..., Awaitable[object]], list[object]]] = [
         (
-            "/v1/chat/completions",
+            CHAT,
             create_chat_completion,
             [json, Depends(_documents_are_well_formed)],
         ),
         ("/v1/completions", create_completion, [json]),
         ("/v1/responses", create_responses, [json]),
-        ("/v1/cachecraft/prime", prime, [json]),
-        ("/v1/cachecraft/evict", evict, [json]),
-        ("/v1/cachecraft/readmit", readmit, [json]),
+        (PRIME, prime, [json]),
+        (EVICT, evict, [json]),
+        (READMIT, readmit, [json]),
     ]
     for path, act, dependencies in posts:
         router.add_api_route(path, act, methods=["POST"], dependencies=dependencies)
     gets: list[tuple[str, Callable[..., Awaitable[object]]]] = [
-        ("/v1/cachecraft", facts),
-        ("/v1/cachecraft/tokenizer", tokenizer),
-        ("/v1/cachecraft/requests/{name}", statistics),
+        (FACTS, facts),
+        (TOKENIZER, tokenizer),
+        (f"{REQUESTS}/{{name}}", statistics),
     ]
     for path, act in gets:
         router.add_api_route(path, act, methods=["GET"])

@@ -11,12 +11,13 @@ from typing import Any
 
 from cachecraft_rag.engine.config import EngineConfig
 from cachecraft_rag.errors import ConfigError
+from cachecraft_rag.server.settings import EndpointSettings
 from cachecraft_rag.store.config import CACHE_FOLDER
 from cachecraft_rag.vllm.options import VLLMOptions
 from cachecraft_rag.vllm.plugin import ENDPOINT, PLUGIN
 from cachecraft_rag.vllm.refusals import missing_arguments
-from cachecraft_rag.vllm.served_model import ServedModel
-from cachecraft_rag.vllm.settings import ConnectorSettings, EndpointSettings, check_config
+from cachecraft_rag.vllm.served_model import VLLMModel
+from cachecraft_rag.vllm.settings import ConnectorSettings, check_config
 from cachecraft_rag.vllm.versions import require_vllm
 
 logger = logging.getLogger("cachecraft_rag.vllm")
@@ -61,7 +62,7 @@ def serve(
         ModelNotFoundError: nothing of that name can be loaded, the hub cannot be reached, or a file is damaged.
         UnsupportedModelError: chunk-caches cannot be reused with this model and these arguments, its heads cannot be
             divided among the ranks, or it has no weight files on this machine.
-        KeyError, AttributeError: the model's config lacks a value that is needed, see `ServedModel.load`.
+        KeyError, AttributeError: the model's config lacks a value that is needed, see `VLLMModel.load`.
         SystemExit: vLLM's command line refuses an argument, or `arguments` ask for its help.
 
     These errors are raised before vLLM starts. Once it has started, errors of `ChatWithDocuments.init_state` pass, such
@@ -70,7 +71,7 @@ def serve(
     check_arguments(arguments)
     config = check_config(config)
     # Refused models and options end here, in a moment: importing vLLM takes many seconds, and starting it a minute.
-    served = ServedModel.load(
+    served = VLLMModel.load(
         model, dtype=config.dtype, options=VLLMOptions.from_arguments(arguments)
     )
     require_vllm()
@@ -135,7 +136,7 @@ def check_arguments(arguments: Sequence[str]) -> None:
 
 
 def _run(
-    served: ServedModel, model: str, settings: ConnectorSettings, arguments: Sequence[str]
+    served: VLLMModel, model: str, settings: ConnectorSettings, arguments: Sequence[str]
 ) -> None:
     import uvloop
     from vllm.entrypoints.openai.api_server import run_server

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-Message = Mapping[str, object]  # a chat message as JSON
+from cachecraft_rag.server.wire import Message
 
 _LEAST_CHARACTERS = 200  # shorter messages are not searched: they hold no passage
 # types of the parts of a message that are text, in chat completions and in responses

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import json
-import threading
 import time
 from collections.abc import Generator
 from contextlib import ExitStack
-from dataclasses import asdict, replace
-from functools import lru_cache, partial
+from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
-from cachecraft_rag import __version__
 from cachecraft_rag.engine.base import AnswerEngine
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.observability.request_log import log_request
 from cachecraft_rag.planning.calibration import load_calibration
 from cachecraft_rag.planning.config import ReuseConfig
-from cachecraft_rag.prompt.builder import PromptBuilder
+from cachecraft_rag.server.documents import Asked
+from cachecraft_rag.server.facts import facts_of, tokenizer_files
+from cachecraft_rag.server.layouts import Layouts
+from cachecraft_rag.server.settings import OFF, EndpointSettings
 from cachecraft_rag.serving.audits.audit import Audit
 from cachecraft_rag.serving.request import Request, RequestProgress, check_asked
 from cachecraft_rag.serving.sampling import SamplingParams
@@ -29,12 +28,8 @@ from cachecraft_rag.vllm.idle.audits import PredictedAnswer
 from cachecraft_rag.vllm.messages import Ask
 from cachecraft_rag.vllm.options import ModelConfig
 from cachecraft_rag.vllm.records import RequestRecord
-from cachecraft_rag.vllm.served_model import PROTOCOL, TOKENIZER_FILES, ServedModel
-from cachecraft_rag.vllm.server.documents import Asked
-from cachecraft_rag.vllm.settings import OFF, ConnectorSettings, EndpointSettings
-
-# prompt builders for clients' instructions and tools that are kept, besides the server's builder
-_KEPT_BUILDERS = 32
+from cachecraft_rag.vllm.served_model import VLLMModel
+from cachecraft_rag.vllm.settings import ConnectorSettings
 
 
 class ServerEngine(AnswerEngine):
@@ -52,7 +47,7 @@ class ServerEngine(AnswerEngine):
 
     def __init__(
         self,
-        model: ServedModel,
+        model: VLLMModel,
         store: ChunkCacheStore,
         settings: ConnectorSettings,
         *,
@@ -75,9 +70,7 @@ class ServerEngine(AnswerEngine):
         )
         self._capturer = self._backend
         self.new_variants = self._backend.new_variants
-        self._best_last = config.best_last
-        self._builder_of = lru_cache(_KEPT_BUILDERS)(self._new_builder)
-        self._building_for_client = threading.Lock()
+        self._layouts = Layouts(self, system=config.system, best_last=config.best_last)
 
     @classmethod
     def open(
@@ -103,7 +96,7 @@ class ServerEngine(AnswerEngine):
             ModelNotFoundError: a file of the model cannot be read or is damaged.
             UnsupportedModelError: the model has no weight files on this machine.
             StoreError: the store cannot be opened.
-            KeyError, AttributeError: the model's config lacks a value that is needed, see `ServedModel.load`.
+            KeyError, AttributeError: the model's config lacks a value that is needed, see `VLLMModel.load`.
             TypeError: the instruction is private and holds half a surrogate pair.
 
         If an error is raised, the store is closed. Earlier results of audits and a calibration in the store's folder
@@ -113,7 +106,7 @@ class ServerEngine(AnswerEngine):
             raise ConfigError(
                 "the tokenizer is not the model's: its chunk-caches would not fit the model; leave --tokenizer out"
             )
-        model = ServedModel.load(
+        model = VLLMModel.load(
             model_config.model, dtype=str(model_config.dtype).removeprefix("torch.")
         )
         length = min(model.context_length, int(model_config.max_model_len))
@@ -157,7 +150,7 @@ class ServerEngine(AnswerEngine):
         """
         started = time.perf_counter()
         check_asked(asked.question, asked.history, session=session, config=asked.config)
-        builder = self._builder(asked)
+        builder = self._layouts.of(asked.system, asked.tools, private=asked.private_system)
         prompt = builder.build(
             asked.question, asked.chunks, history=asked.history, reserve=asked.reserve
         )
@@ -253,48 +246,14 @@ class ServerEngine(AnswerEngine):
         return replace(super().calibrated(config), **OFF)
 
     def facts(self) -> dict[str, object]:
-        """Return facts that a client needs, as plain JSON values by name, in a new dict.
-
-        The names are "protocol" and "version" (of the messages and of this package), "model", "fingerprint", "layout",
-        "context_length" (in tokens), "end_tokens" (ascending ids), "namespace", "system" (the instruction), "reuse"
-        (the server's settings of reuse), "client_settings" and "plain_prompts" (see `EndpointSettings`), and
-        "session_header", the name of the header with a request's session, or None if the server has no sessions. Keys
-        are not among them. Raises nothing, also after `close`.
-        """
-        return {
-            "protocol": PROTOCOL,
-            "version": __version__,
-            "model": self._model.name,
-            "fingerprint": self._model.fingerprint,
-            "layout": asdict(self._model.layout),
-            "context_length": self._model.context_length,
-            "end_tokens": sorted(self._model.end_tokens),
-            "namespace": self.namespace,
-            "system": self.system,
-            "session_header": self.settings.session_header,
-            "reuse": asdict(self.config),
-            "client_settings": self.settings.client_settings,
-            "plain_prompts": self.settings.plain_prompts,
-        }
+        """Return `facts_of` this server. Raises nothing, also after `close`."""
+        end_tokens = self._model.end_tokens
+        return facts_of(self, self.settings, system=self.system, end_tokens=end_tokens)
 
     def tokenizer_files(self) -> dict[str, str]:
-        """Return the files of the model's tokenizer as texts, by name, with the chat template in use.
-
-        The names are those of `TOKENIZER_FILES`. Files that the model does not have are left out. The text of
-        "chat_template.jinja" is the template in use, also if the model's folder has another one or none. Raises OSError
-        if a file cannot be read, UnicodeDecodeError if it is not UTF-8.
-        """
-        folder = self._model.folder
-        assert folder is not None, "the server loaded it"
-        files: dict[str, str] = {}
-        for name in TOKENIZER_FILES:
-            path = folder / name
-            if path.is_file():
-                files[name] = path.read_text(encoding="utf-8")
-        template = getattr(self._model.tokenizer, "chat_template", None)
-        if template:
-            files["chat_template.jinja"] = template
-        return files
+        """Return the files of the model's tokenizer, see `facts.tokenizer_files`."""
+        assert self._model.folder is not None, "the server loaded it"
+        return tokenizer_files(self._model.folder, self._model.tokenizer)
 
     def close(self) -> None:
         """Give up work in idle time, end requests of this engine, and close the store; the API server ends vLLM itself.
@@ -311,25 +270,3 @@ class ServerEngine(AnswerEngine):
     def _pieces(self, request: Request, progress: RequestProgress) -> Generator[str]:
         self._home.require()
         yield from self._backend.pieces(request, progress)
-
-    def _builder(self, asked: Asked) -> PromptBuilder:
-        """Return the prompt builder for the instruction and the tools of a request."""
-        text = self.system if asked.system is None else asked.system
-        private = asked.private_system or self.prompts.system.private
-        if text == self.system and not asked.tools and private == self.prompts.system.private:
-            return self.prompts
-        # the tokenizer is not thread-safe while a builder copies it
-        with self._building_for_client:
-            return self._builder_of(text, json.dumps(asked.tools), private)
-
-    def _new_builder(self, system: str, tools: str, private: bool) -> PromptBuilder:
-        new_builder = partial(
-            PromptBuilder,
-            self._model.tokenizer,
-            context_length=self._model.context_length,
-            system=system,
-            best_last=self._best_last,
-            tools=json.loads(tools),
-        )
-        checked = new_builder(private_system=True)  # refuses control tokens of a client
-        return checked if private else new_builder(private_system=False)

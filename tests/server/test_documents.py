@@ -10,15 +10,9 @@ import pytest
 
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.server.documents import Asked, PrimingRequest, check_documents, read_priming
+from cachecraft_rag.server.wire import MOST_DOCUMENTS, MOST_PRIMED
 from cachecraft_rag.types.documents import Chunk
-from cachecraft_rag.vllm.server.documents import (
-    MOST_DOCUMENTS,
-    MOST_PRIMED,
-    Asked,
-    PrimingRequest,
-    check_documents,
-    read_priming,
-)
 
 DOCUMENTS = [{"text": "Vinegar.", "title": "kettle"}, {"text": "Crumbs."}]
 USER = {"role": "user", "content": "How?"}

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from cachecraft_rag.vllm.server.ready import announce, first_request
+from cachecraft_rag.server.ready import announce, first_request
 
 
 def arguments(**changed: Any) -> Any:
@@ -75,7 +75,7 @@ def test_the_first_request_shows_where_a_key_goes() -> None:
 def test_ready_is_logged_once_the_server_accepts_connections(
     caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    caplog.set_level(logging.INFO, "cachecraft_rag.vllm")
+    caplog.set_level(logging.INFO, "cachecraft_rag.server")
     args = arguments(uds=str(tmp_path / "socket"))
 
     async def start() -> None:

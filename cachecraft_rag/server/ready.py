@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Sequence
 from typing import Protocol
 
-logger = logging.getLogger("cachecraft_rag.vllm")
+logger = logging.getLogger("cachecraft_rag.server")
 
 _RETRY_S = 0.2
 # hosts on which a server listens to all addresses → one of them

@@ -13,18 +13,17 @@ from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.prompt.builder import Turn, TurnRole
 from cachecraft_rag.prompt.tools import Tool, checked_tools
+from cachecraft_rag.server.settings import OFF, ClientSettings
+from cachecraft_rag.server.wire import (
+    FIELD,
+    MOST_DOCUMENTS,
+    MOST_PRIMED,
+    PRIVATE_SYSTEM,
+    STRICT_IDS,
+)
 from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.types.documents import Chunk
-from cachecraft_rag.vllm.settings import OFF, ClientSettings
 
-# field of a request's body: fields of `ReuseConfig` for this request, `STRICT_IDS` and `PRIVATE_SYSTEM`
-FIELD = "cachecraft"
-STRICT_IDS = "strict_ids"  # true: refuse a document whose `id` is not the id of its text
-PRIVATE_SYSTEM = "private_system"  # true: the instruction or the tools hold one user's text
-ADMIN_HEADER = "X-CacheCraft-Admin-Key"
-MOST_DOCUMENTS = 1000
-MOST_PRIMED = 4 << 20  # characters per request to prime: a book of a thousand pages
-MOST_BODY = 6 * MOST_PRIMED  # bytes: JSON may write a character as \uXXXX
 # text with more characters per token of the context is refused before it is tokenised
 _CHARACTERS_PER_TOKEN = 64
 
@@ -33,6 +32,7 @@ _HARMLESS = frozenset({"reuse", "capture", "loading", "min_prompt_tokens"})
 _EXAMPLE = 'write "documents": [{"text": "…"}, …], best first'
 # fields that may hold a document's text: ours, and those of LangChain, of Haystack and of most agents
 _TEXT_FIELDS = ("text", "page_content", "content")
+_TEXT_PARTS = ("text", "input_text", "output_text")  # of chat completions and of responses
 _ROLES: Mapping[str, Literal["user", "assistant", "system", "tool"]] = {
     "user": "user",
     "assistant": "assistant",
@@ -46,8 +46,10 @@ def _is_absent(value: object) -> bool:
     return value is None
 
 
-# Fields of a chat request that do not work with a prompt of segments → test for harmless values, and advice.
-_UNSUPPORTED: Mapping[str, tuple[Callable[[object], bool], str]] = {
+# Fields of a request → test for harmless values, and advice.
+Unsupported = Mapping[str, tuple[Callable[[object], bool], str]]
+# Those of a chat request that do not work with a prompt of segments.
+UNSUPPORTED: Unsupported = {
     "n": (lambda value: value in (None, 1), "ask again for another answer"),
     "echo": (operator.not_, "leave it out"),
     "prompt_logprobs": (_is_absent, "leave it out"),
@@ -137,7 +139,7 @@ class Asked:
         message that is neither the user's nor the result of a tool; a document whose id is that of another text, if the
         request sets `strict_ids`; and reuse settings that are unknown, out of range, or not for clients to change.
         """
-        for name, (fine, advice) in _UNSUPPORTED.items():
+        for name, (fine, advice) in UNSUPPORTED.items():
             if not fine(getattr(request, name, None)):
                 raise ConfigError(f"{name} cannot be used together with documents: {advice}")
         check_documents(request.documents)
@@ -356,7 +358,7 @@ def _conversation(messages: Sequence[object]) -> tuple[str | None, list[Turn]]:
         role = _ROLES.get(str(given.get("role")))
         if role is None:
             raise ConfigError(
-                f"messages[{place}]: together with documents, roles are system, user, assistant and tool; write the "
+                f"messages[{place}]: roles are system, user, assistant and tool; write the "
                 "text of others into a message of the user's"
             )
         text = _text(given.get("content"), place)
@@ -425,10 +427,12 @@ def _text(content: object, place: int) -> str:
     texts = [
         part.get("text")
         for part in parts
-        if isinstance(part, Mapping) and part.get("type") == "text"
+        if isinstance(part, Mapping) and part.get("type") in _TEXT_PARTS
     ]
     if len(texts) < len(parts) or not all(isinstance(text, str) for text in texts):
-        raise ConfigError(f"messages[{place}]: together with documents, messages hold text only")
+        raise ConfigError(
+            f"messages[{place}]: messages hold text only; leave out images, sound and files"
+        )
     return _text("".join(map(str, texts)), place)
 
 

@@ -1,0 +1,75 @@
+"""Requests that change shared chunk-caches: priming, eviction and readmission; their bodies and their replies."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Collection, Mapping
+from dataclasses import asdict
+
+from cachecraft_rag.checks import check_flag, check_text
+from cachecraft_rag.engine.base import AnswerEngine
+from cachecraft_rag.errors import ConfigError
+from cachecraft_rag.server.documents import read_body, read_priming
+from cachecraft_rag.server.wire import ADMIN_HEADER
+from cachecraft_rag.store import ChunkCacheStore, RowFilter
+
+NEEDS_KEY = f"to prime and evict, this server asks for its admin key in the header {ADMIN_HEADER}"
+
+
+def is_admin(given: str, keys: Collection[str]) -> bool:
+    """Return True if this value of `ADMIN_HEADER` is one of the keys, or if there are none."""
+    return not keys or any(hmac.compare_digest(given.encode(), key.encode()) for key in keys)
+
+
+def prime(engine: AnswerEngine, body: bytes) -> dict[str, object]:
+    """Capture the chunks of one document, in order; with "estimate", only count them. See `read_priming` for the body.
+
+    Chunks that are stored already after the same neighbours are skipped. Returns {"captured": number of captures that
+    were stored}. With "estimate" returns {"missing": {variant id: tokens}, "disk": the fields of `DiskSpace`}, with an
+    entry in "missing" for each capture that would be made.
+    """
+    asked = read_priming(body, context_length=engine.decoder.context_length)
+    primer = engine.primer(related=lambda _: asked.related)
+    if asked.estimate:
+        return {"missing": primer.missing(asked.chunks), "disk": asdict(engine.disk_space())}
+    return {"captured": primer.prime(asked.chunks)}
+
+
+def evict(engine: AnswerEngine, body: bytes) -> dict[str, object]:
+    """Remove the chunk-caches of chunks in the engine's namespace, by their ids; unknown ids are ignored.
+
+    The body is {"chunk_ids": [id, …]}. With "removed": true the chunks were removed with their documents: chunk-caches
+    captured after them leave too, and none is stored until `readmit`. Waiting audits and new variants with these
+    chunks are dropped. Returns {"variants": number of variants removed, "nbytes": their bytes on disk}.
+    """
+    given = read_body(body, ("chunk_ids", "removed"))
+    ids = _chunk_ids(given)
+    is_removed = given.get("removed", False)
+    check_flag("removed", is_removed)
+    store = _store_of(engine)
+    if is_removed:
+        return asdict(store.remove_chunks(ids, namespace=engine.namespace))
+    return asdict(store.evict(RowFilter(namespace=engine.namespace, chunk_ids=ids)))
+
+
+def readmit(engine: AnswerEngine, body: bytes) -> dict[str, object]:
+    """Let chunks be stored again that `evict` has removed with their documents; ids of others are ignored.
+
+    The body is {"chunk_ids": [id, …]}. Returns {"removed": ids of all chunks that stay removed}.
+    """
+    ids = _chunk_ids(read_body(body, ("chunk_ids",)))
+    return {"removed": sorted(_store_of(engine).readmit_chunks(ids, namespace=engine.namespace))}
+
+
+def _store_of(engine: AnswerEngine) -> ChunkCacheStore:
+    assert isinstance(engine.store, ChunkCacheStore), "a server has its store"
+    return engine.store
+
+
+def _chunk_ids(body: Mapping[str, object]) -> tuple[str, ...]:
+    ids = body.get("chunk_ids")
+    if not isinstance(ids, list):
+        raise ConfigError('write {"chunk_ids": ["…"]}')
+    for chunk_id in ids:
+        check_text("each of chunk_ids", chunk_id)
+    return tuple(ids)

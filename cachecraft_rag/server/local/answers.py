@@ -1,0 +1,288 @@
+"""From a request's body to an answer of the engine: the prompt's layout, the tools, and the statistics."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
+
+from cachecraft_rag.engine.engine import Engine
+from cachecraft_rag.errors import CacheCraftError, ConfigError
+from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.prompt.tools import CallReader, ToolCall
+from cachecraft_rag.prompt.unmarked import Recognise
+from cachecraft_rag.server.documents import Asked, plain_config, uncaptured_note
+from cachecraft_rag.server.layouts import Layouts
+from cachecraft_rag.server.local.fields import (
+    Body,
+    ChatFields,
+    ToolUse,
+    answer_schema,
+    chat_fields,
+    completion_prompt,
+    sampling_of,
+)
+from cachecraft_rag.server.settings import EndpointSettings
+from cachecraft_rag.serving.generation import Generation
+from cachecraft_rag.serving.sampling import SamplingParams
+from cachecraft_rag.types.digests import digest
+from cachecraft_rag.types.prompts import Prompt
+
+_FINISH = {"end": "stop", "stop": "stop", "length": "length"}
+
+
+@dataclass
+class Answer:
+    """An answer under way. Iterate over `pieces` in one task.
+
+    prefix   beginning of its id, such as "chatcmpl-"
+    calls    finds the calls of tools in the answer; None without tools
+    single   True if only one call may be made
+    note     remark for the client; "" if there is nothing to say
+    session  session that may see its statistics
+    ended    called once the answer has ended, however it did
+    created  time of the request, in seconds since 1970
+    """
+
+    prefix: str
+    generation: Generation
+    calls: CallReader | None = None
+    single: bool = False
+    note: str = ""
+    session: str | None = None
+    ended: Callable[[Self], object] = lambda _: None
+    created: int = field(default_factory=lambda: int(time.time()))
+    _first: list[str] = field(default_factory=list)
+    _sent_tokens: int = 0
+
+    @property
+    def name(self) -> str:
+        """The id that clients see."""
+        return f"{self.prefix}{self.generation.stats.request_id}"
+
+    async def begin(self) -> None:
+        """Wait for the first piece, so that an error before it can still change the status of the reply."""
+        try:
+            self._first = [await anext(self.generation)]
+        except StopAsyncIteration:
+            pass
+        except BaseException:
+            self.close()
+            raise
+
+    async def pieces(self) -> AsyncIterator[str]:
+        """Yield the text that readers may see, piece by piece; a call of a tool is no text. Ends the answer."""
+        try:
+            for piece in self._first:
+                yield self._visible(piece)
+            async for piece in self.generation:
+                yield self._visible(piece)
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """End the answer; its captures are kept."""
+        self.generation.close()
+        self.ended(self)
+
+    def rest(self) -> tuple[str, list[ToolCall]]:
+        """Return the text that might have been a call, and the calls, of an answer that has ended."""
+        if self.calls is None:
+            return "", []
+        text, calls = self.calls.finish()
+        return text, calls[:1] if self.single else calls
+
+    def new_tokens(self) -> list[int]:
+        """Return the token ids that were drawn since the last call."""
+        tokens = self.generation.tokens[self._sent_tokens :]
+        self._sent_tokens += len(tokens)
+        return list(tokens)
+
+    def finish(self) -> str:
+        """Return how the answer ended, as chat completions say it."""
+        return _FINISH.get(str(self.generation.stats.finish), "stop")
+
+    def statistics(self) -> dict[str, object]:
+        """Return statistics, the report of the segments and a note, as plain values; as a vLLM server does."""
+        return {
+            "stats": self.generation.stats.as_dict(),
+            "report": self.generation.report(),
+            "refused": None,
+            "note": self.note or None,
+        }
+
+    def _visible(self, piece: str) -> str:
+        return piece if self.calls is None else self.calls.push(piece)
+
+
+class Answerer:
+    """Lays out the prompts of requests, and asks the engine. Its methods block; thread-safe.
+
+    Args:
+        system: the engine's instruction.
+        best_last: see `PromptBuilder`.
+        defaults: for what a request leaves open.
+        ended: see `Answer`.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        settings: EndpointSettings,
+        *,
+        system: str,
+        best_last: bool,
+        defaults: SamplingParams,
+        ended: Callable[[Answer], object],
+    ) -> None:
+        self._engine = engine
+        self._settings = settings
+        self._defaults = defaults
+        self._ended = ended
+        self._layouts = Layouts(engine, system=system, best_last=best_last)
+
+    def chat(self, body: Body, session: str | None, *, prefix: str = "chatcmpl-") -> Answer:
+        """Return the answer to a chat request; the model has not started yet.
+
+        With `documents` the prompt is the engine's own: instruction, documents, earlier turns, question. Without, it is
+        the model's own chat template, and passages that were seen before are found in it.
+        """
+        started = time.perf_counter()
+        with self._counted():
+            fields = chat_fields(body)
+            self._check_end_tokens(body.get("stop_token_ids"))
+            asked = self._asked(fields)
+            use = ToolUse.of(
+                asked.tools, fields.tool_choice, parallel=body.get("parallel_tool_calls")
+            )
+            schema = answer_schema(body.get("response_format"))
+            if schema is not None and use.offered:
+                raise ConfigError(
+                    'response_format cannot be used together with tools: leave one out, or set tool_choice to "none"'
+                )
+            bare = body.get("documents") is None
+            builder = self._layouts.of(
+                asked.system, use.offered, private=asked.private_system, bare=bare
+            )
+            owner = _owner(session, asked.client_salt) if bare else session
+            prompt = builder.build(
+                asked.question,
+                asked.chunks,
+                history=asked.history,
+                reserve=asked.reserve,
+                recognise=self._recogniser(fields, owner),
+                private=owner is not None,
+            )
+            max_tokens = fields.max_completion_tokens
+            sampling = self._sampling(
+                body,
+                prompt,
+                max_tokens=fields.max_tokens if max_tokens is None else max_tokens,
+                schema=use.schema(builder.calls) or schema if use.offered else schema,
+            )
+            generation = self._generation(prompt, asked.config, sampling, owner, started)
+        return Answer(
+            prefix,
+            generation,
+            calls=use.reader(builder.calls) if use.offered else None,
+            single=use.single,
+            note=uncaptured_note(asked.config, self._engine.config),
+            session=session,
+            ended=self._ended,
+        )
+
+    def completion(self, body: Body, session: str | None) -> Answer:
+        """Return the completion of a text as it is, without a chat template; the model has not started yet."""
+        started = time.perf_counter()
+        with self._counted():
+            text = completion_prompt(body)
+            fields = ChatFields(
+                documents=[],
+                messages=[{"role": "user", "content": text}],
+                tools=(),
+                max_tokens=body.get("max_tokens"),
+                max_completion_tokens=None,
+                cache_salt=body.get("cache_salt"),
+                model_extra=body,
+            )
+            asked = self._asked(fields)
+            owner = _owner(session, asked.client_salt)
+            prompt = self._engine.prompts.build_text(
+                text,
+                reserve=asked.reserve,
+                recognise=self._recogniser(fields, owner),
+                private=owner is not None,
+            )
+            sampling = self._sampling(body, prompt, max_tokens=fields.max_tokens)
+            generation = self._generation(prompt, asked.config, sampling, owner, started)
+        return Answer("cmpl-", generation, session=session, ended=self._ended)
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        """Count a request that the block refuses."""
+        try:
+            yield
+        except CacheCraftError:
+            self._engine.request_counts.refuse()
+            raise
+
+    def _asked(self, fields: ChatFields) -> Asked:
+        engine = self._engine
+        return Asked.read(
+            fields,
+            engine.config,
+            context_length=engine.decoder.context_length,
+            allowed=self._settings.client_settings,
+        )
+
+    def _recogniser(self, fields: ChatFields, owner: str | None) -> Recognise | None:
+        """Return what finds captured texts in a request's unmarked text; None if it turns that off, or the server."""
+        engine = self._engine
+        if self._settings.plain_prompts == "off":
+            return None
+        config = plain_config(fields, engine.config, self._settings.client_settings)
+        return None if config is None else engine.recogniser(owner)
+
+    def _sampling(
+        self,
+        body: Body,
+        prompt: Prompt,
+        *,
+        max_tokens: int | None,
+        schema: Mapping[str, Any] | None = None,
+    ) -> SamplingParams:
+        room = self._engine.decoder.context_length - prompt.bounds[-1]
+        return sampling_of(body, self._defaults, max_tokens=max_tokens, room=room, schema=schema)
+
+    def _generation(
+        self,
+        prompt: Prompt,
+        config: ReuseConfig | None,
+        sampling: SamplingParams,
+        session: str | None,
+        started: float,
+    ) -> Generation:
+        config = config or self._engine.config
+        if prompt.segments[0].private and session is None and prompt.segments[0].kind == "system":
+            is_found = any(segment.found for segment in prompt.segments)
+            # each chunk-cache after it belongs to a session; found text names one
+            config = config if is_found else replace(config, reuse=False, capture=False)
+        return self._engine.generate(
+            prompt, session=session, sampling=sampling, config=config, started=started
+        )
+
+    def _check_end_tokens(self, given: object) -> None:
+        if given is None:
+            return
+        known = self._engine.decoder.end_tokens
+        if not isinstance(given, Sequence) or any(token not in known for token in given):
+            raise ConfigError(
+                f"stop_token_ids: the model's own, {sorted(known)}, end an answer; use stop for texts"
+            )
+
+
+def _owner(session: str | None, salt: str) -> str | None:
+    """Return the session that owns the passages of unmarked text; None if all users share them."""
+    return session if session is not None or not salt else f"salt {digest(salt)}"

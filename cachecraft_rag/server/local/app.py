@@ -1,0 +1,452 @@
+"""The routes of the server over an engine in this process, as a Starlette application."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import prometheus_client
+from prometheus_client.exposition import choose_encoder
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from cachecraft_rag.checks import check_mapping
+from cachecraft_rag.engine.engine import Engine
+from cachecraft_rag.errors import CacheCraftError, ConfigError
+from cachecraft_rag.observability.metrics import EngineCollector
+from cachecraft_rag.server import administration
+from cachecraft_rag.server.facts import facts_of, tokenizer_files
+from cachecraft_rag.server.local.answers import Answer, Answerer
+from cachecraft_rag.server.local.embeddings import Embeddings
+from cachecraft_rag.server.local.fields import Body, includes_usage, response_as_chat
+from cachecraft_rag.server.local.refusals import Refused, refused
+from cachecraft_rag.server.local.replies import (
+    chat_events,
+    chat_reply,
+    completion_events,
+    completion_reply,
+    event,
+)
+from cachecraft_rag.server.local.response_events import response_events, response_reply
+from cachecraft_rag.server.remembered import Remembered
+from cachecraft_rag.server.settings import EndpointSettings
+from cachecraft_rag.server.wire import (
+    ADMIN_HEADER,
+    CHAT,
+    EVICT,
+    FACTS,
+    MOST_BODY,
+    MOST_REMEMBERED,
+    PRIME,
+    READMIT,
+    REQUESTS,
+    TOKENIZER,
+)
+from cachecraft_rag.serving.sampling import SamplingParams
+
+T = TypeVar("T")
+Act = Callable[[Request], Awaitable[Response]]
+logger = logging.getLogger("cachecraft_rag.server")
+
+_LAYOUT_THREADS = 4
+_SLOW_THREADS = 2  # for priming and eviction, which may take minutes
+_LOCAL_HOSTS = ("127.0.0.1", "localhost", "[::1]")
+
+
+class LocalServer:
+    """Routes over one engine. Its methods run in the server's event loop.
+
+    Args:
+        engine: the engine; the caller closes it, once the server has ended.
+        settings: `root` is not read; `model` is the name that clients use.
+        system: the engine's instruction.
+        best_last: see `PromptBuilder`.
+        defaults: for what a request leaves open.
+        embeddings: answers `/v1/embeddings`.
+        folder: the model's folder, whose tokenizer clients may fetch; None: they cannot.
+        api_keys: keys of which requests to /v1 need one; (): no key.
+        only_local_names: refuse requests that name another host than this computer (DNS rebinding).
+        ready: called once the server accepts requests.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        settings: EndpointSettings,
+        *,
+        system: str,
+        best_last: bool = True,
+        defaults: SamplingParams | None = None,
+        embeddings: Embeddings,
+        folder: Path | None = None,
+        api_keys: Sequence[str] = (),
+        only_local_names: bool = False,
+        ready: Callable[[], object] = lambda: None,
+    ) -> None:
+        self._engine = engine
+        self._settings = settings
+        self._system = system
+        self._embeddings = embeddings
+        self._folder = folder
+        self._api_keys = tuple(api_keys)
+        self._only_local_names = only_local_names
+        self._ready = ready
+        self._remembered = Remembered()
+        self._answerer = Answerer(
+            engine,
+            settings,
+            system=system,
+            best_last=best_last,
+            defaults=defaults or SamplingParams(),
+            ended=self._keep,
+        )
+        self._layouts = ThreadPoolExecutor(_LAYOUT_THREADS, "cachecraft-prompts")
+        self._slow = ThreadPoolExecutor(_SLOW_THREADS, "cachecraft-priming")
+        self._registry = prometheus_client.CollectorRegistry()
+        self._registry.register(EngineCollector(engine))
+
+    def app(self) -> Starlette:
+        """Return the application."""
+        posts: Mapping[str, Act] = {
+            CHAT: self._chat,
+            "/v1/completions": self._completion,
+            "/v1/responses": self._response,
+            "/v1/embeddings": self._embed,
+            PRIME: partial(self._change, administration.prime),
+            EVICT: partial(self._change, administration.evict),
+            READMIT: partial(self._change, administration.readmit),
+        }
+        gets: Mapping[str, Act] = {
+            "/health": self._health,
+            "/metrics": self._metrics,
+            "/v1/models": self._models,
+            "/v1/models/{name:path}": self._model,
+            FACTS: self._facts,
+            TOKENIZER: self._tokenizer,
+            f"{REQUESTS}/{{name}}": self._statistics,
+        }
+        return Starlette(
+            routes=[
+                *(Route(path, _refusing(act), methods=["POST"]) for path, act in posts.items()),
+                *(Route(path, _refusing(act), methods=["GET"]) for path, act in gets.items()),
+            ],
+            middleware=[
+                Middleware(Guard, api_keys=self._api_keys, only_local_names=self._only_local_names)
+            ],
+            exception_handlers={HTTPException: _routing_error},
+            lifespan=self._life,
+        )
+
+    @asynccontextmanager
+    async def _life(self, _app: Starlette) -> AsyncIterator[None]:
+        self._ready()
+        try:
+            yield
+        finally:
+            self._layouts.shutdown(wait=False, cancel_futures=True)
+            self._slow.shutdown(wait=False, cancel_futures=True)
+
+    # -- answers ------------------------------------------------------------------------------------------------------
+
+    async def _chat(self, request: Request) -> Response:
+        body = await self._body(request)
+        with_usage = includes_usage(body)
+        answer = await self._begun(request, partial(self._answerer.chat, body))
+        model = self._settings.model
+        with_tokens = bool(body.get("return_token_ids"))
+        if not body.get("stream"):
+            reply = chat_reply(answer, model, with_tokens=with_tokens)
+            return await self._whole(request, reply)
+        events = chat_events(answer, model, with_usage=with_usage, with_tokens=with_tokens)
+        return EventStream(answer, events)
+
+    async def _completion(self, request: Request) -> Response:
+        body = await self._body(request)
+        with_usage = includes_usage(body)
+        answer = await self._begun(request, partial(self._answerer.completion, body))
+        model = self._settings.model
+        if not body.get("stream"):
+            return await self._whole(request, completion_reply(answer, model))
+        return EventStream(answer, completion_events(answer, model, with_usage=with_usage))
+
+    async def _response(self, request: Request) -> Response:
+        body = await self._body(request)
+        chat = response_as_chat(body)
+        answer = await self._begun(request, partial(self._answerer.chat, chat, prefix="resp_"))
+        model = self._settings.model
+        if not body.get("stream"):
+            return await self._whole(request, response_reply(answer, model, body))
+        return EventStream(answer, response_events(answer, model, body))
+
+    async def _begun(self, request: Request, ask: Callable[[str | None], Answer]) -> Answer:
+        """Lay out a prompt and wait for the first piece of its answer, unless the client goes away."""
+        session = self._settings.session_in(request.headers)
+        answer = await self._in_thread(partial(ask, session))
+        await _unless_gone(request, answer.begin())
+        return answer
+
+    async def _whole(self, request: Request, reply: Awaitable[dict[str, object]]) -> Response:
+        return JSONResponse(await _unless_gone(request, reply))
+
+    def _keep(self, answer: Answer) -> None:
+        self._remembered.keep(answer.name, answer.session, answer.statistics())
+
+    async def _embed(self, request: Request) -> Response:
+        body = await self._body(request, models=(self._embeddings.model, self._settings.model))
+        return JSONResponse(await self._in_thread(partial(self._embeddings.reply, body)))
+
+    # -- facts --------------------------------------------------------------------------------------------------------
+
+    async def _health(self, _request: Request) -> Response:
+        return JSONResponse({"status": "ok"})
+
+    async def _metrics(self, request: Request) -> Response:
+        encode, kind = choose_encoder(request.headers.get("accept", ""))
+        text = await self._in_thread(partial(encode, self._registry))
+        return Response(text, media_type=None, headers={"Content-Type": kind})
+
+    def _model_entries(self) -> list[dict[str, object]]:
+        context = self._engine.decoder.context_length
+        entry = {"object": "model", "created": 0, "owned_by": "cachecraft"}
+        entries: list[dict[str, object]] = [
+            {"id": self._settings.model, **entry, "max_model_len": context}
+        ]
+        if self._embeddings.available:
+            entries.append({"id": self._embeddings.model, **entry})
+        return entries
+
+    async def _models(self, _request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": self._model_entries()})
+
+    async def _model(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        for entry in self._model_entries():
+            if entry["id"] == name:
+                return JSONResponse(entry)
+        raise self._unknown_model(name)
+
+    async def _facts(self, _request: Request) -> Response:
+        end_tokens = self._engine.decoder.end_tokens
+        facts = facts_of(self._engine, self._settings, system=self._system, end_tokens=end_tokens)
+        return JSONResponse(facts | {"model": self._settings.model})
+
+    async def _tokenizer(self, _request: Request) -> Response:
+        folder = self._folder
+        if folder is None:
+            raise Refused(404, "the files of this model's tokenizer are not on this machine")
+        tokenizer = self._engine.decoder.tokenizer
+        files = await self._in_thread(partial(tokenizer_files, folder, tokenizer))
+        return JSONResponse({"files": files})
+
+    async def _statistics(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        session = self._settings.session_in(request.headers)
+        numbers = self._remembered.get(name, session=session)
+        if numbers is None:
+            raise Refused(
+                404, f"no answer {name} is remembered; the last {MOST_REMEMBERED:,} that ended are"
+            )
+        audit = self._engine.audit_of(name.partition("-")[2] or name.removeprefix("resp_"))
+        audited = None if audit is None else audit.as_dict()
+        return JSONResponse({"id": name} | numbers | {"audit": audited})
+
+    async def _change(
+        self, change: Callable[[Engine, bytes], dict[str, object]], request: Request
+    ) -> Response:
+        """Reply to a request that changes shared chunk-caches."""
+        given = request.headers.get(ADMIN_HEADER, "")
+        if not administration.is_admin(given, self._settings.admin_keys):
+            raise Refused(403, administration.NEEDS_KEY, type="permission_error")
+        body = await _bytes(request)
+        return JSONResponse(await self._in_thread(partial(change, self._engine, body), slow=True))
+
+    # -- helpers ------------------------------------------------------------------------------------------------------
+
+    async def _body(self, request: Request, *, models: Sequence[str] = ()) -> Body:
+        """Return the JSON object of a request, whose model this server has."""
+        parsed = await self._in_thread(partial(_parsed, await _bytes(request)))
+        name = parsed.get("model")
+        if name is not None and name not in (models or (self._settings.model,)):
+            raise self._unknown_model(name)
+        return parsed
+
+    def _unknown_model(self, name: object) -> Refused:
+        served = ", ".join(str(entry["id"]) for entry in self._model_entries())
+        message = f"the model {name!r} is not served here; write one of {served}"
+        return Refused(404, message, code="model_not_found", param="model")
+
+    async def _in_thread(self, act: Callable[[], T], *, slow: bool = False) -> T:
+        """Return the result of a blocking function, which is called in a thread."""
+        threads = self._slow if slow else self._layouts
+        return await asyncio.get_running_loop().run_in_executor(threads, act)
+
+
+class EventStream(StreamingResponse):
+    """An answer as server-sent events; an error within it is its last event. The answer ends with it."""
+
+    def __init__(self, answer: Answer, events: AsyncIterator[str]) -> None:
+        super().__init__(
+            _with_error(events),
+            media_type="text/event-stream",
+            headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
+        )
+        self._answer = answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events; if the client goes away, the answer is given up."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._answer.close()
+
+
+async def _with_error(events: AsyncIterator[str]) -> AsyncIterator[str]:
+    try:
+        async for line in events:
+            yield line
+    except Exception as error:  # noqa: BLE001  # the status is sent already
+        _log_mistake(error)
+        yield event(refused(error).body())
+
+
+class Guard:
+    """Middleware that asks for a key, for JSON, and for the name of this computer.
+
+    Args:
+        api_keys: keys of which requests to /v1 need one; (): no key.
+        only_local_names: see `LocalServer`.
+    """
+
+    def __init__(self, app: ASGIApp, *, api_keys: Sequence[str], only_local_names: bool) -> None:
+        self._app = app
+        self._api_keys = [key.encode() for key in api_keys]
+        self._only_local_names = only_local_names
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, or refuse it."""
+        if scope["type"] == "http":
+            refusal = self._refusal(Request(scope))
+            if refusal is not None:
+                await _reply_of(refusal)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+    def _refusal(self, request: Request) -> Refused | None:
+        host = request.headers.get("host", "").rpartition(":")
+        name = host[0] if host[2].isdecimal() and host[0] else request.headers.get("host", "")
+        if self._only_local_names and name.lower() not in _LOCAL_HOSTS:
+            return Refused(
+                403,
+                f"this server has no key, so it answers requests to {', '.join(_LOCAL_HOSTS)} only, not to {name!r}; "
+                "start it with --api-key to serve other names",
+                type="permission_error",
+            )
+        is_guarded = request.url.path.startswith("/v1")
+        if self._api_keys and is_guarded and not self._has_key(request):
+            return Refused(
+                401,
+                "this server asks for its API key: send the header Authorization: Bearer KEY",
+                type="authentication_error",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if request.method == "POST" and kind != "application/json":
+            return Refused(415, "send JSON, with the header Content-Type: application/json")
+        return None
+
+    def _has_key(self, request: Request) -> bool:
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        found = [hmac.compare_digest(given.strip().encode(), key) for key in self._api_keys]
+        return scheme.lower() == "bearer" and any(found)
+
+
+async def _bytes(request: Request) -> bytes:
+    """Return the body unparsed. Raises Refused (413) once it is too large, without reading the rest."""
+    body = bytearray()
+    async for piece in request.stream():
+        body += piece
+        if len(body) > MOST_BODY:
+            raise Refused(
+                413,
+                f"the body has more than {MOST_BODY} bytes; send fewer documents at once",
+                headers={"Connection": "close"},
+            )
+    return bytes(body)
+
+
+def _parsed(body: bytes) -> Body:
+    try:
+        parsed: Any = json.loads(body)
+        check_mapping("the body", parsed)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"the body must be a JSON object: {error}") from error
+    return dict(parsed)
+
+
+async def _unless_gone(request: Request, work: Awaitable[T]) -> T:
+    """Return the result of work on an answer; give it up if the client closes the connection meanwhile."""
+    working = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_is_gone(request))
+    try:
+        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise Refused(499, "the client closed the connection")
+        return working.result()
+    finally:
+        for task in (working, gone):
+            if not task.done():
+                task.cancel()
+                with suppress(asyncio.CancelledError):
+                    await task
+
+
+async def _is_gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _reply_of(refusal: Refused) -> Response:
+    return JSONResponse(
+        refusal.body(), status_code=refusal.status, headers=dict(refusal.headers) or None
+    )
+
+
+def _refusing(act: Act) -> Act:
+    """Return a route whose errors are replies in OpenAI's form."""
+
+    async def reply(request: Request) -> Response:
+        try:
+            return await act(request)
+        except Exception as error:  # noqa: BLE001  # every reply has the form that clients read
+            _log_mistake(error)
+            return _reply_of(refused(error))
+
+    return reply
+
+
+async def _routing_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    message = (
+        f"{request.method} {request.url.path}: {error.detail}; see GET /v1/models and POST {CHAT}"
+    )
+    headers = dict(error.headers or {})
+    return _reply_of(Refused(error.status_code, message, headers=headers))
+
+
+def _log_mistake(error: Exception) -> None:
+    if not isinstance(error, Refused | CacheCraftError):
+        logger.error("A request has failed", exc_info=error)
