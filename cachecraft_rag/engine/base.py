@@ -288,7 +288,7 @@ class AnswerEngine(ABC):
     def calibration_for(self, config: ReuseConfig) -> Calibration | None:
         """Return the engine's `calibration` if it decides how much is recomputed with these settings, else None.
 
-        They have no `recompute_ratio` and no `alpha`, and `Calibration.fits`.
+        It does if they leave ratio and α open, and `Calibration.fits` them.
         """
         calibration = self.calibration
         is_open = config.recompute_ratio is None and config.alpha is None
