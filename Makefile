@@ -26,7 +26,7 @@ PARALLEL := -n $(TESTS_WORKERS) --dist worksteal
 # `make test-all COVERAGE=` runs the same tests without measuring it.
 COVERAGE ?= --cov --cov-report=term:skip-covered
 
-.PHONY: help demo demo-vllm app screenshots test test-all test-vllm test-gpu lint lint-deploy docs fuzz kernels bench eval clean
+.PHONY: help demo demo-vllm app screenshots check check-tests test test-all test-vllm test-gpu lint lint-deploy docs fuzz kernels bench eval clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -42,6 +42,13 @@ app: $(VENV)/.app  ## Ask questions in the browser, and see how much each prompt
 
 screenshots: $(VENV)/.dev  ## Take the pictures of docs/guides/browser_app.md again (needs chromium and chromium-driver)
 	$(BIN)/python docs/site/screenshots.py
+
+check: $(VENV)/.dev  ## Lint and types on one core, on the other the tests that find most mistakes: three minutes
+	@$(MAKE) --no-print-directory -j 2 lint check-tests
+
+# tests/check.txt says which.
+check-tests: $(VENV)/.dev
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -m 'not slow' @tests/check.txt
 
 test: lint  ## Lint, then the tests, on two cores (TESTS_WORKERS)
 	$(BIN)/pytest $(PARALLEL) -m 'not slow'

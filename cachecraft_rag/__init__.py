@@ -11,6 +11,7 @@ neither torch nor transformers: a command line that only prints its help must no
 """
 
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
@@ -62,9 +63,17 @@ def __getattr__(name: str) -> object:
     """Import a public name from its module when it is first asked for."""
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value: object = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    value: object = getattr(_module(_HOME[name], name), name)
     globals()[name] = value  # the next access finds it without this function
     return value
+
+
+def _module(path: str, name: str) -> ModuleType:
+    """Import the module of a public name; MissingPackageError if a package is missing, as torch beside the client."""
+    from cachecraft_rag.checks import from_extra
+
+    with from_extra("", name):
+        return import_module(f"{__name__}.{path}")
 
 
 def __dir__() -> list[str]:

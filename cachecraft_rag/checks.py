@@ -14,7 +14,7 @@ from difflib import get_close_matches
 from types import MappingProxyType
 from typing import TypeVar
 
-from cachecraft_rag.errors import ConfigError
+from cachecraft_rag.errors import ConfigError, MissingPackageError
 
 T = TypeVar("T")
 MOST = 2**63 - 1
@@ -193,6 +193,32 @@ def config_errors() -> Iterator[None]:
         raise
     except ValueError as error:
         raise ConfigError(str(error)) from error
+
+
+@contextmanager
+def from_extra(extra: str, purpose: str) -> Iterator[None]:
+    """Import packages in the block: if one cannot be imported, MissingPackageError says what to install.
+
+    Args:
+        extra: the extra that brings the packages; "": this package itself.
+        purpose: the part that needs them, the first words of the message.
+    """
+    try:
+        yield
+    except ImportError as error:
+        raise missing_package(extra, purpose, str(error)) from error
+
+
+def missing_package(extra: str, purpose: str, reason: str) -> MissingPackageError:
+    """Return the error for a package of an extra that cannot be imported, for this reason.
+
+    >>> print(missing_package("retrieval", "The index", "No module named 'faiss'"))
+    The index needs a package that is missing (No module named 'faiss'); type: pip install 'cachecraft-rag[retrieval]'
+    """
+    install = f"'cachecraft-rag[{extra}]'" if extra else "cachecraft-rag"
+    return MissingPackageError(
+        f"{purpose} needs a package that is missing ({reason}); type: pip install {install}"
+    )
 
 
 def check_mapping(name: str, value: object) -> None:

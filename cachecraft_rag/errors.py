@@ -1,7 +1,7 @@
 """The one exception tree of the package, and which error is raised when.
 
     CacheCraftError
-    ├── ConfigError            an argument, option or setting cannot be used
+    ├── ConfigError            an argument, option or setting cannot be used; MissingPackageError: a package is missing
     ├── UnsupportedModelError  the model has no raw keys to store, or failed its self-check
     ├── ModelNotFoundError     the model (or the embedded demo model) is not installed
     ├── DocumentError          a document cannot be read
@@ -68,6 +68,10 @@ class ConfigError(CacheCraftError, ValueError):
     Also options that do not fit each other, text that is not valid Unicode, a dtype, device or package that is missing,
     a chat template or schema that cannot be used, and a request that a server refuses.
     """
+
+
+class MissingPackageError(ConfigError, ImportError):
+    """A package that an extra brings is not installed; the message names the extra."""
 
 
 class UnsupportedModelError(CacheCraftError):

@@ -26,13 +26,19 @@ from cachecraft_rag.checks import (
 )
 from cachecraft_rag.engine.base import AnswerEngine, AnswerOptions, PathLike
 from cachecraft_rag.engine.config import EngineConfig
+from cachecraft_rag.engine.loading import engine_loader
 from cachecraft_rag.engine.settings import load_settings
 from cachecraft_rag.errors import CacheCraftError, ConfigError
 from cachecraft_rag.observability.stats import Answer, RequestStats, Source
 from cachecraft_rag.observability.tracing import Retrieval, following
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.retrievers.conversation import search_texts
-from cachecraft_rag.retrievers.embeddings import BUNDLED_EMBEDDER, Embedder, shortened
+from cachecraft_rag.retrievers.embeddings import (
+    BUNDLED_EMBEDDER,
+    Embedder,
+    EmbeddingModel,
+    shortened,
+)
 from cachecraft_rag.retrievers.index.faiss_store import FaissStore
 from cachecraft_rag.retrievers.index.filters import Where
 from cachecraft_rag.retrievers.index.removal import evict_chunks, evict_removed
@@ -242,7 +248,7 @@ class CacheCraft(Retriever, Closeable):
     the engine.
     """
 
-    def __init__(self, engine: AnswerEngine, index: FaissStore, embedder: Embedder) -> None:
+    def __init__(self, engine: AnswerEngine, index: FaissStore, embedder: EmbeddingModel) -> None:
         super().__init__(index, embedder, caches=engine.store)
         self.engine = engine
         self._opened = ExitStack()  # what `close` closes besides the engine
@@ -257,7 +263,7 @@ class CacheCraft(Retriever, Closeable):
         model: str = "demo",
         *,
         store: PathLike = "chunk-caches",
-        embeddings: PathLike = BUNDLED_EMBEDDER,
+        embeddings: PathLike | EmbeddingModel = BUNDLED_EMBEDDER,
         config: EngineConfig | None = None,
         backend: str = "transformers",
         **options: object,
@@ -267,23 +273,28 @@ class CacheCraft(Retriever, Closeable):
         Args:
             model: Hugging Face name or folder, or "demo" for the bundled SmolLM2-135M-Instruct.
             store: folder for the retrieval index and the chunk-caches; several processes may share it.
-            embeddings: sentence-transformers model for retrieval.
+            embeddings: sentence-transformers model for retrieval, or an object such as `EmbeddingModel`.
             config: how to open the engine: device, dtype, namespace, instruction, byte budgets, codec, remote.
             backend: what runs the model: "transformers", in this process, or "vllm" (see `vllm.engine.VLLMEngine`).
             options: fields of `EngineConfig` by name; they override `config`. With vLLM also `server`, for its engine.
         """
-        check_path("embeddings", embeddings)
+        _check_embeddings(embeddings)
         check_choice("backend", backend, ("transformers", "vllm"))
         return cls._over(
-            _engine_loader(backend)(model, store=store, config=config, **options), store, embeddings
+            engine_loader(backend)(model, store=store, config=config, **options), store, embeddings
         )
 
     @classmethod
-    def _over(cls, engine: AnswerEngine, store: PathLike, embeddings: PathLike) -> Self:
+    def _over(
+        cls, engine: AnswerEngine, store: PathLike, embeddings: PathLike | EmbeddingModel
+    ) -> Self:
         """Answer with an engine that was opened here, over the retrieval index in a store folder."""
         with ExitStack() as opened:
             opened.enter_context(engine)
-            embedder = Embedder(embeddings)
+            if isinstance(embeddings, str | os.PathLike):
+                embedder: EmbeddingModel = Embedder(embeddings)
+            else:
+                embedder = embeddings
             rag = cls(engine, opened.enter_context(open_index(store, embedder)), embedder)
             rag._opened = opened.pop_all()
         return rag
@@ -294,7 +305,7 @@ class CacheCraft(Retriever, Closeable):
         url: str,
         *,
         store: PathLike = "chunk-caches",
-        embeddings: PathLike = BUNDLED_EMBEDDER,
+        embeddings: PathLike | EmbeddingModel = BUNDLED_EMBEDDER,
         **options: Any,
     ) -> Self:
         """Use the model of a server that `cachecraft serve` started; retrieval stays here.
@@ -307,7 +318,7 @@ class CacheCraft(Retriever, Closeable):
         """
         from cachecraft_rag.client.http import HTTPEngine
 
-        check_path("embeddings", embeddings)
+        _check_embeddings(embeddings)
         check_names(options, signature(HTTPEngine.connect).parameters.keys() - {"url"})
         return cls._over(HTTPEngine.connect(url, **options), store, embeddings)
 
@@ -590,11 +601,7 @@ class CacheCraft(Retriever, Closeable):
             self.engine.close()
 
 
-def _engine_loader(backend: str) -> Callable[..., AnswerEngine]:
-    if backend == "vllm":
-        from cachecraft_rag.vllm.engine import VLLMEngine
-
-        return VLLMEngine.from_pretrained
-    from cachecraft_rag.engine.engine import Engine
-
-    return Engine.from_pretrained
+def _check_embeddings(embeddings: object) -> None:
+    """Raise ConfigError for what is neither a path or a name nor an embedding model."""
+    if not hasattr(embeddings, "encode_query"):
+        check_path("embeddings", embeddings)

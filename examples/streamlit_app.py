@@ -39,6 +39,7 @@ from streamlit_picture import (
     sources,
     verdict,
 )
+from streamlit_savings import plan, strip
 
 from cachecraft_rag import Answer, CacheCraft, CacheCraftError, Chunk, ReuseConfig, SamplingParams
 from cachecraft_rag.cli.first_sentence import first_sentence
@@ -90,6 +91,10 @@ def main() -> None:
     try:
         shared = load(model, os.environ.get("CACHECRAFT_STORE", "chunk-caches/app"))
         turns = resume(shared)
+        if show_plan(turns):
+            return
+        if saved := strip(shared.savings.totals(shared.rag.engine.audit_of)):
+            st.html(saved)
         # at the top: from the bottom Streamlit scrolls past each answer's beginning
         with st.container(key="ask"):
             typed = st.chat_input("Ask something about your documents", key="question")
@@ -113,6 +118,21 @@ def resume(shared: Shared) -> list[Turn]:
     assert turns is not None
     st.session_state.session, st.session_state.turns = key, turns
     return turns
+
+
+def show_plan(turns: list[Turn]) -> bool:
+    """Show only the plan of the answer that the page's address names, such as `?c=…&plan=2`; False if it names none."""
+    number = str(st.query_params.get("plan", ""))
+    if not number.isdecimal() or not 1 <= int(number) <= len(turns):
+        return False
+    turn = turns[int(number) - 1]
+    if turn.answer is None:
+        return False
+    st.html(plan(turn, int(number)))
+    if st.button("Back to the conversation", key="back"):
+        del st.query_params["plan"]
+        st.rerun()
+    return True
 
 
 def choose_settings(shared: Shared, documents: list[str], *, small: bool) -> None:
@@ -178,6 +198,7 @@ def conversation(
             st.html(
                 headline(turn) + checked + bar + sources(turn.answer, unfolded=number == len(turns))
             )
+            st.markdown(f"[Plan of this answer](?c={st.session_state.session}&plan={number})")
         if not turn.whole and st.button(
             "Ask again", key=f"again-{number}", icon=":material/replay:"
         ):
@@ -325,6 +346,7 @@ def answer(shared: Shared, turns: list[Turn], question: str) -> bool:
         )
         return False
     del state.answering
+    shared.savings.add(turn)
     return True
 
 
@@ -348,6 +370,7 @@ def time_full_prefill(shared: Shared, turn: Turn) -> None:
                 full_ttft_s = stream.stats.ttft_s
             if shared.activity.idle_since(mark):
                 turn.full_ttft_s = full_ttft_s
+                shared.savings.add(turn)
         turn.compare = False
 
 

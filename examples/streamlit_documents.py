@@ -15,6 +15,7 @@ from typing import Any
 import streamlit as st
 from streamlit_conversations import Activity, Conversations
 from streamlit_picture import in_words, plain, title_of
+from streamlit_savings import Savings
 
 from cachecraft_rag import CacheCraft, CacheCraftError
 
@@ -34,6 +35,7 @@ class Shared:
     indexing: threading.Lock
     conversations: Conversations
     activity: Activity = field(default_factory=Activity)
+    savings: Savings = field(default_factory=Savings)
 
 
 class Reading:

@@ -13,11 +13,11 @@ from contextlib import nullcontext
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from cachecraft_rag.checks import check_flag, check_path, check_text, check_whole
+from cachecraft_rag.checks import check_flag, check_path, check_text, check_whole, from_extra
 from cachecraft_rag.errors import (
     CacheCraftError,
     ConfigError,
@@ -48,6 +48,43 @@ _MANY_PARTS = 64  # a question of more parts is cut into longer ones
 logger = logging.getLogger("cachecraft_rag.retrievers.embeddings")
 
 
+class EmbeddingModel(Protocol):
+    """An embedding model as retrieval uses it. `Embedder` is one; another may ask a service for its vectors.
+
+    Vectors are float32 `[texts, dim]` of unit length. Calls may arrive from several threads.
+    """
+
+    @property
+    def name(self) -> str:
+        """The model's name, for messages."""
+
+    @property
+    def fingerprint(self) -> str:
+        """The text `name@digest`: an index refuses vectors of a model with another digest."""
+
+    @property
+    def dim(self) -> int:
+        """How many numbers a vector has."""
+
+    @property
+    def limit(self) -> int:
+        """Most tokens of a document's text that the model reads."""
+
+    def count_tokens(self, text: str) -> int:
+        """Return the number of tokens of a text, in the same unit as `limit`."""
+
+    def encode_document(
+        self, texts: Sequence[str], *, progress: Callable[[Progress], None] | None = None
+    ) -> NDArray[np.float32]:
+        """Return the vectors of texts to be indexed; `progress` is called after each batch."""
+
+    def encode_query(self, texts: Sequence[str]) -> NDArray[np.float32]:
+        """Return the vectors of questions."""
+
+    def question_parts(self, question: str) -> list[str]:
+        """Return the texts to search for: the question, or the parts of one that is too long for the model."""
+
+
 class Embedder:
     """A sentence-transformers model, loaded when the object is made (a second or two, plus the library's import).
 
@@ -59,11 +96,11 @@ class Embedder:
     Attributes: `name` of the model, of a folder its last part; `source`, the name or absolute folder that loads it
     again; `dim`, how many numbers a vector has; and `batch_size`. It holds nothing that must be closed.
 
-    Thread-safe: calls run one at a time. Raises `ModelNotFoundError` if the model cannot be loaded, or its wheel or
-    sentence-transformers is not installed; `ConfigError` for an argument of a wrong type or out of range, and for a
-    device that torch does not have; `IndexStoreError` if the model gives a vector that is not finite; and torch's
-    RuntimeError without memory. `encode_document` and `encode_query` raise the last two as well, and `ForkError` in a
-    fork of the process that loaded the model.
+    Thread-safe: calls run one at a time. Raises `ModelNotFoundError` if the model cannot be loaded, or its wheel is not
+    installed; `MissingPackageError` without sentence-transformers; `ConfigError` for an argument of a wrong type or out
+    of range, and for a device that torch does not have; `IndexStoreError` if the model gives a vector that is not
+    finite; and torch's RuntimeError without memory. `encode_document` and `encode_query` raise the last two as well,
+    and `ForkError` in a fork of the process that loaded the model.
     """
 
     def __init__(
@@ -78,6 +115,8 @@ class Embedder:
         check_text("device", device, optional=True, empty=False)
         check_flag("local_files_only", local_files_only)
         check_whole("batch_size", batch_size, least=1, most=1 << 20)
+        with from_extra("retrieval", "An embedding model"):
+            import sentence_transformers  # noqa: F401  # first: without it, finding a model is of no use
         self.name, source, local_only = _locate(model)
         # what to load it from again
         self.source = os.path.abspath(model) if os.path.isdir(model) else str(model)
@@ -233,8 +272,8 @@ class Embedder:
 
     def _split(self, text: str, most_tokens: int) -> list[str]:
         """Return the distinct parts of a text, at lines and sentences, each of at most `most_tokens` tokens."""
-        from semantic_text_splitter import TextSplitter
-
+        with from_extra("retrieval", "A long question"):
+            from semantic_text_splitter import TextSplitter
         if self._words(text) <= most_tokens:
             return [text]
         splitter = TextSplitter.from_callback(self._words, min(most_tokens, self._query_limit))
@@ -335,12 +374,7 @@ def _locate(model: str | os.PathLike[str]) -> tuple[str, str, bool]:
 
 def _load(source: str, *, device: str | None, local_files_only: bool) -> SentenceTransformer:
     """Load the model, from disk if it is there, else from the hub."""
-    try:
-        from sentence_transformers import SentenceTransformer
-    except ImportError as error:
-        raise ModelNotFoundError(
-            "embedding needs a library; type: pip install sentence-transformers"
-        ) from error
+    from sentence_transformers import SentenceTransformer
 
     if device is not None:
         _require_device(device)

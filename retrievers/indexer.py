@@ -23,7 +23,7 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
 
 from cachecraft_rag.checks import check_kind, check_mapping, check_text
-from cachecraft_rag.errors import DocumentError, IndexStoreError
+from cachecraft_rag.errors import DocumentError, IndexStoreError, MissingPackageError
 from cachecraft_rag.model.chunk_bound import ModelTokens
 from cachecraft_rag.retrievers.folders import (
     Opener,
@@ -52,13 +52,12 @@ from cachecraft_rag.retrievers.reading.documents import (
     too_large,
 )
 from cachecraft_rag.retrievers.reading.limited_reader import LimitedReader, ReaderStartError
-from cachecraft_rag.retrievers.reading.office import MissingReaderError
 from cachecraft_rag.types.digests import digest
 from cachecraft_rag.types.documents import Chunk, Document
 from cachecraft_rag.types.progress import Progress
 
 if TYPE_CHECKING:
-    from cachecraft_rag.retrievers.embeddings import Embedder
+    from cachecraft_rag.retrievers.embeddings import EmbeddingModel
     from cachecraft_rag.retrievers.index.faiss_store import Change, FaissStore, StoredDocument
 
 # for embedding models that read thousands: a chunk should be about one topic
@@ -95,7 +94,7 @@ class IndexReport:
 def index_folder(
     path: str | os.PathLike[str],
     store: FaissStore,
-    embedder: Embedder,
+    embedder: EmbeddingModel,
     *,
     progress: Callable[[Progress], None] | None = None,
     chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
@@ -173,7 +172,7 @@ def index_folder(
 def index_documents(
     documents: Iterable[Document],
     store: FaissStore,
-    embedder: Embedder,
+    embedder: EmbeddingModel,
     *,
     progress: Callable[[Progress], None] | None = None,
     chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
@@ -323,7 +322,7 @@ class _Run:
     def __init__(
         self,
         store: FaissStore,
-        embedder: Embedder,
+        embedder: EmbeddingModel,
         *,
         chunk_tokens: int,
         progress: Callable[[Progress], None] | None,
@@ -379,7 +378,7 @@ class _Run:
                 Problem(file.doc_id, "inaccessible", inaccessible(file.path, error))
             )
         # nothing is known of its content: an earlier reading of it stays
-        except (MissingReaderError, ReaderStartError) as error:
+        except (MissingPackageError, ReaderStartError) as error:
             self.problems.append(
                 Problem(file.doc_id, "inaccessible", f"{shown(file.path)}: {error}")
             )

@@ -13,7 +13,7 @@ from cachecraft_rag.checks import check_kind, check_names, check_number, check_p
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.prompt.builder import Turn
 from cachecraft_rag.retrievers.conversation import search
-from cachecraft_rag.retrievers.embeddings import Embedder, unit_vectors
+from cachecraft_rag.retrievers.embeddings import Embedder, EmbeddingModel, unit_vectors
 from cachecraft_rag.retrievers.index.faiss_store import FaissStore
 from cachecraft_rag.retrievers.index.filters import Where
 from cachecraft_rag.retrievers.index.removal import Evictions
@@ -56,9 +56,10 @@ class CacheCraftEmbeddings(Embeddings):
     finite.
     """
 
-    def __init__(self, embedder: Embedder | None = None) -> None:
-        check_kind("embedder", embedder, Embedder, optional=True)
-        self.embedder = embedder or Embedder()
+    def __init__(self, embedder: EmbeddingModel | None = None) -> None:
+        if not hasattr(embedder, "encode_query"):
+            check_kind("embedder", embedder, Embedder, optional=True)
+        self.embedder: EmbeddingModel = embedder or Embedder()
 
     def embed_documents(self, texts: list[str]) -> list[list[float]]:
         """Return a unit vector of each text to be indexed, in their order, as lists of `embedder.dim` numbers.

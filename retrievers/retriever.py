@@ -10,7 +10,7 @@ from cachecraft_rag.checks import check_text, check_whole, listed
 from cachecraft_rag.errors import IndexStoreError
 from cachecraft_rag.prompt.builder import Turn, check_history
 from cachecraft_rag.retrievers.conversation import search
-from cachecraft_rag.retrievers.embeddings import Embedder
+from cachecraft_rag.retrievers.embeddings import EmbeddingModel
 from cachecraft_rag.retrievers.index.faiss_store import FaissStore, StoredDocument
 from cachecraft_rag.retrievers.index.filters import Where
 from cachecraft_rag.retrievers.index.removal import RemovalReport, remove_documents
@@ -32,7 +32,7 @@ class Retriever:
     """
 
     def __init__(
-        self, index: FaissStore, embedder: Embedder, *, caches: Caches | None = None
+        self, index: FaissStore, embedder: EmbeddingModel, *, caches: Caches | None = None
     ) -> None:
         self.index = index
         self.embedder = embedder
@@ -123,7 +123,7 @@ class Retriever:
         return remove_documents(self.index, names, caches=self.caches)
 
 
-def open_index(root: str | os.PathLike[str], embedder: Embedder) -> FaissStore:
+def open_index(root: str | os.PathLike[str], embedder: EmbeddingModel) -> FaissStore:
     """Open the retrieval index in the folder `index` inside the store folder `root`, or make it; the caller closes it.
 
     Raises:

@@ -179,6 +179,7 @@ print("done")
 NOT_RUN = {
     "pip install": "installs into the environment of the tests",
     "python -m benchmarks.gpu": "needs a GPU; tests/test_kernels_gpu.py runs it on a toy model",
+    "make check": "runs some of these tests",
     "make demo": "installs, and runs what tests/cli runs",
     "make test": "runs these tests",
     "make test-all": "runs these tests",

@@ -163,6 +163,7 @@ def clean_tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "kernels",
         "retrievers",
         "benchmarks",
+        "client",
         "examples",
         "tests",
         "docs",
@@ -209,6 +210,7 @@ def test_sdist_and_the_wheel_built_from_it_are_whole(
         "benchmarks/__main__.py",
         "benchmarks/follow-ups.jsonl",
         "tests/test_packaging.py",
+        "client/setup.py",
         "examples/handbook/welcome.md",
         "examples/kubernetes/cachecraft-rag/templates/servers.yaml",
         "Dockerfile",
@@ -237,6 +239,21 @@ print(len(list(handbook_folder().glob("*.md"))), len(handbook_questions()) >= 8)
     monkeypatch.setenv("PATH", "")  # no compiler: what the wheel brings along is enough
     named = run_python(f"{IN_USE}print(description())", cwd=tmp_path)
     assert (named != "torch") == bool(compiled)
+
+
+def test_the_client_has_the_same_modules_and_requires_no_torch(
+    clean_tree: Path, tmp_path: Path
+) -> None:
+    wheel = build("wheel", shutil.copytree(clean_tree, tmp_path / "tree") / "client", tmp_path)
+    assert wheel.name == f"cachecraft_rag_client-{cachecraft_rag.__version__}-py3-none-any.whl"
+    with zipfile.ZipFile(wheel) as archive:
+        names = {name for name in archive.namelist() if ".dist-info/" not in name}
+        (place,) = [name for name in archive.namelist() if name.endswith("METADATA")]
+        metadata = email.message_from_bytes(archive.read(place))
+    assert names == expected_files()
+    required = {re.split(r"[<>=\[; ]", line)[0] for line in metadata.get_all("Requires-Dist", [])}
+    assert {"transformers", "httpx", "langchain-core", "faiss-cpu"} <= required
+    assert required.isdisjoint({"torch", "sentence-transformers", "cachecraft-rag"})
 
 
 def test_a_compiler_that_fails_leaves_a_working_package(

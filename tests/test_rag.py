@@ -13,7 +13,8 @@ import pytest
 
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.errors import ConfigError, IndexStoreError, StoreError
-from cachecraft_rag.model.decoder import Decoder, chunk_bound_of
+from cachecraft_rag.model.checkpoint import chunk_bound_of
+from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.rag import CacheCraft
 from cachecraft_rag.retrievers.embeddings import Embedder

@@ -187,7 +187,7 @@ def index_into(settings: Settings, folder: Path, *, follow_links: bool) -> Index
     Chunk-caches of removed chunks (`removed_chunk_ids` of the report) stay: the caller removes them.
     """
     with waiting("Loading the embedding model"):
-        from cachecraft_rag.model.decoder import chunk_bound_of
+        from cachecraft_rag.model.checkpoint import chunk_bound_of
         from cachecraft_rag.retrievers.embeddings import BUNDLED_EMBEDDER, Embedder
         from cachecraft_rag.retrievers.indexer import index_folder
         from cachecraft_rag.retrievers.retriever import open_index

@@ -69,11 +69,10 @@ def sizes(
 
 def _tokens_of(documents: Path, model: str) -> int:
     """Tokens of all readable documents in the model's tokenizer."""
-    from cachecraft_rag.errors import DocumentError
-    from cachecraft_rag.model.decoder import chunk_bound_of
+    from cachecraft_rag.errors import DocumentError, MissingPackageError
+    from cachecraft_rag.model.checkpoint import chunk_bound_of
     from cachecraft_rag.retrievers.folders import list_files
     from cachecraft_rag.retrievers.reading.limited_reader import LimitedReader
-    from cachecraft_rag.retrievers.reading.office import MissingReaderError
 
     bound = chunk_bound_of(model)
     total = 0
@@ -81,6 +80,6 @@ def _tokens_of(documents: Path, model: str) -> int:
         for file in list_files(documents).files:
             try:
                 total += bound.count(reader.read(file, file.path.read_bytes()).text)
-            except (DocumentError, MissingReaderError, OSError) as error:
+            except (DocumentError, MissingPackageError, OSError) as error:
                 options.warn(f"left out {error}")
     return total

@@ -47,7 +47,7 @@ class EarlyTermination:
 class PrefillJob:
     """Rows and chunk-caches of one prefill.
 
-    token_ids     token ids of the whole prompt
+    token_ids     token ids of the whole prompt, `[tokens]`
     rows          positions that are computed in any case, with their reasons; the last segment is the question
     resident      chunk-caches in memory; the other stored ones are being loaded, see `OverlappedPrefill`
     captures      segments to record if one pass computes them whole
@@ -63,7 +63,7 @@ class PrefillJob:
     probe         request for a probe; None = no probe
     """
 
-    token_ids: Sequence[int]
+    token_ids: Sequence[int] | NDArray[np.integer]
     rows: Rows
     resident: Sequence[ResidentKV] = ()
     captures: Sequence[int] = ()
@@ -84,8 +84,9 @@ class PrefillJob:
         """
         is_unused = rows.reason == RowReason.RECOMPUTED
         if self.drift:
-            stale_segments = np.unique(rows.segment[rows.reason == RowReason.STORED])
-            is_unused &= ~np.isin(rows.segment, stale_segments)
+            is_stale = np.zeros(len(rows.bounds) - 1, bool)  # [segments]
+            is_stale[rows.segment[rows.reason == RowReason.STORED]] = True
+            is_unused &= ~is_stale[rows.segment]
         if may_drop and self.early_termination is not None:
             is_unused[self.shared_until :] = False
         return np.flatnonzero(is_unused)

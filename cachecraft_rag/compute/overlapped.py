@@ -104,8 +104,8 @@ class OverlappedPrefill:
         self._strategy = STRATEGIES[job.loading]
 
         self._layers = stack.layout.layers
-        self._ids = torch.tensor(list(job.token_ids), device=stack.device)
-        self._buffer = KVBuffer(stack, max(job.capacity, len(job.token_ids)))
+        self._ids = np.asarray(job.token_ids, dtype=np.int64)  # [tokens]
+        self._buffer = KVBuffer(stack, max(job.capacity, len(self._ids)))
         bounds = job.rows.bounds
         spans = [(segment, bounds[segment], bounds[segment + 1]) for segment in job.captures]
         self._recorder = CaptureRecorder(
@@ -333,11 +333,12 @@ class OverlappedPrefill:
         )
 
         not_done = np.flatnonzero((rows.reason == RowReason.RECOMPUTED) & ~rows.done)
-        selected = [
-            rows.bounds[segment] + offset
-            for segment in self._job.reused
-            for offset in plan.segments[segment].recompute
-        ]
+        selected = np.concatenate(
+            [
+                rows.bounds[segment] + plan.segments[segment].recompute
+                for segment in self._job.reused
+            ]
+        )
         without_old_selection = rows.mark(not_done, RowReason.STORED)
         self._rows = without_old_selection.mark(selected, RowReason.RECOMPUTED)
         return plan
@@ -370,7 +371,7 @@ class OverlappedPrefill:
         absent: NDArray[np.int64] | None = None,
         timer: Timer | None = None,
     ) -> RowPass:
-        ids = self._ids[torch.from_numpy(positions).to(self._ids.device)]
+        ids = torch.from_numpy(self._ids[positions]).to(self._stack.device)
         return RowPass(
             self._stack,
             self._buffer,

@@ -19,7 +19,14 @@ from cachecraft_rag.compute.kv_buffer import ResidentKV
 from cachecraft_rag.compute.rows import RowReason, Rows
 from cachecraft_rag.compute.stack import Ranks
 from cachecraft_rag.planning.config import ReuseConfig
-from cachecraft_rag.planning.planner import Plan, make_plan, with_not_loaded, with_selection
+from cachecraft_rag.planning.planner import (
+    Offsets,
+    Plan,
+    make_plan,
+    no_offsets,
+    with_not_loaded,
+    with_selection,
+)
 from cachecraft_rag.planning.reasons import Reason
 from cachecraft_rag.planning.selectors import selector_named
 from cachecraft_rag.store import ChunkCacheStore
@@ -112,6 +119,7 @@ def resolve(
             if not missing:
                 break
 
+            lost_before = len(lost)
             for variant, result in zip(missing, store.open_variants(missing), strict=True):
                 if isinstance(result, Unavailable):
                     lost[variant.variant_id] = result.reason
@@ -122,6 +130,8 @@ def resolve(
 
             for variant_id in ranks.agree(frozenset(lost)) - lost.keys():
                 lost[variant_id] = "another rank could not open it"
+            if len(lost) == lost_before:  # the plan stays as it is
+                break
 
         chosen_variants = {variant_id: opened[variant_id] for variant_id in chosen}
         resolved = _resolved(
@@ -174,7 +184,7 @@ def _resolved(
             captures.append(index)  # also of stored segments: they are computed if loading fails
 
     job = PrefillJob(
-        token_ids=prompt.token_ids,
+        token_ids=prompt.token_array,
         rows=rows_of(plan, bounds),
         resident=resident,
         captures=captures,
@@ -196,13 +206,13 @@ def rows_of(plan: Plan, bounds: Sequence[int]) -> Rows:
 
     All tokens of segments without a variant are NEW, the tokens to recompute of the others RECOMPUTED, the rest STORED.
     """
-    new: list[int] = []
-    recomputed: list[int] = []
+    new = [no_offsets()]
+    recomputed = [no_offsets()]
     for index, planned in enumerate(plan.segments):
         if planned.variant is None:
-            new.extend(range(bounds[index], bounds[index + 1]))
-        recomputed.extend(bounds[index] + offset for offset in planned.recompute)
-    return Rows.of(bounds, new=new, recomputed=recomputed)
+            new.append(np.arange(bounds[index], bounds[index + 1]))
+        recomputed.append(bounds[index] + planned.recompute)
+    return Rows.of(bounds, new=np.concatenate(new), recomputed=np.concatenate(recomputed))
 
 
 def _shared_until(prompt: Prompt, plan: Plan, config: ReuseConfig) -> int:
@@ -210,11 +220,12 @@ def _shared_until(prompt: Prompt, plan: Plan, config: ReuseConfig) -> int:
     shared_until = 0
     if not config.capture:
         return shared_until
+    bounds = prompt.bounds
     for index, (segment, planned) in enumerate(zip(prompt.segments, plan.segments, strict=True)):
         if segment.private:  # the captures of this segment and all later ones belong to its session
             break
         if planned.variant is None:
-            shared_until = prompt.bounds[index + 1]
+            shared_until = bounds[index + 1]
     return shared_until
 
 
@@ -224,6 +235,7 @@ def _unread(prompt: Prompt, plan: Plan, config: ReuseConfig, *, has_probe: bool)
     A chunk before `_shared_until` stays as it is planned. A later one may still change: a probe chooses its tokens
     again unless it is marked `in_full`, and early termination may leave its deeper layers as they are stored.
     """
+    bounds = prompt.bounds
     shared_until = _shared_until(prompt, plan, config)
     unread: list[int] = []
     for index, planned in enumerate(plan.segments):
@@ -231,7 +243,7 @@ def _unread(prompt: Prompt, plan: Plan, config: ReuseConfig, *, has_probe: bool)
             continue
         may_be_chosen_again = has_probe and not planned.in_full
         may_change = may_be_chosen_again or config.early_termination != "off"
-        if prompt.bounds[index] < shared_until or not may_change:
+        if bounds[index] < shared_until or not may_change:
             unread.append(index)
     return frozenset(unread)
 
@@ -239,7 +251,7 @@ def _unread(prompt: Prompt, plan: Plan, config: ReuseConfig, *, has_probe: bool)
 def _early_termination(prompt: Prompt, plan: Plan, config: ReuseConfig) -> EarlyTermination | None:
     """Return the settings of Algorithm 1 for the last pass; None if it is off or no token is recomputed."""
     if config.early_termination != "published" or not any(
-        planned.recompute for planned in plan.segments
+        len(planned.recompute) for planned in plan.segments
     ):
         return None
     return EarlyTermination(config.early_termination_window, _question_text(prompt))
@@ -287,8 +299,8 @@ def _plan_with_probe(
     focus: Mapping[int, float],
 ) -> Plan:
     """Return the plan with tokens selected by the probe's scores, keeping those that are recomputed already."""
-    recomputed: dict[int, frozenset[int]] = {}
-    excluded: dict[int, frozenset[int]] = {}
+    recomputed: dict[int, Offsets] = {}
+    excluded: dict[int, Offsets] = {}
     for index, planned in enumerate(plan.segments):
         if not planned.to_fix:
             continue
@@ -296,13 +308,11 @@ def _plan_with_probe(
         selected = rows.offsets(index, RowReason.RECOMPUTED)
         if index in probed:
             is_done = rows.done[span][selected]
-            recomputed[index] = frozenset(selected[is_done].tolist())
-            excluded[index] = frozenset(
-                rows.offsets(index, RowReason.NEW, RowReason.COMPUTED_INSTEAD).tolist()
-            )
+            recomputed[index] = selected[is_done]
+            excluded[index] = rows.offsets(index, RowReason.NEW, RowReason.COMPUTED_INSTEAD)
         else:  # without new scores, the segment keeps its selection
-            recomputed[index] = frozenset(selected.tolist())
-            excluded[index] = frozenset(range(span.stop - span.start)) - recomputed[index]
+            recomputed[index] = selected
+            excluded[index] = np.delete(np.arange(span.stop - span.start), selected)
     return with_selection(
         plan,
         scores,
@@ -341,6 +351,6 @@ def executed_plan(resolved: Resolved, loads: PendingLoads, result: PrefillResult
             detail = f"{reason.sentence}: {detail}" if detail else ""
             # its tokens attended to stored tokens of the same segment
             result.recorder.forget(index)
-        computed = result.rows.offsets(index, RowReason.COMPUTED_INSTEAD).tolist()
+        computed = result.rows.offsets(index, RowReason.COMPUTED_INSTEAD)
         segments[index] = with_not_loaded(segments[index], computed, reason, detail)
     return Plan(tuple(segments))

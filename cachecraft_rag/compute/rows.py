@@ -58,8 +58,10 @@ class Rows:
         """
         tokens = bounds[-1]
         segment = np.repeat(np.arange(len(bounds) - 1), np.diff(bounds))
-        empty = cls(tuple(bounds), segment, np.zeros(tokens, np.uint8), np.zeros(tokens, bool))
-        return empty.mark(recomputed, RowReason.RECOMPUTED).mark(new, RowReason.NEW)
+        reason = np.zeros(tokens, np.uint8)
+        reason[_indices(recomputed)] = RowReason.RECOMPUTED
+        reason[_indices(new)] = RowReason.NEW
+        return cls(tuple(bounds), segment, reason, np.zeros(tokens, bool))
 
     def mark(self, positions: Iterable[int], reason: RowReason) -> Self:
         """Return a copy with this reason at these positions; all other positions keep their reasons.
@@ -88,10 +90,16 @@ class Rows:
 
     def offsets(self, segment: int, *reasons: RowReason) -> NDArray[np.int64]:
         """Return the offsets in a segment of tokens with one of these reasons, int64, ascending."""
-        return np.flatnonzero(np.isin(self.reason[self.span(segment)], reasons))
+        reason = self.reason[self.span(segment)]
+        is_one_of = np.zeros(len(reason), bool)
+        for wanted in reasons:
+            is_one_of |= reason == wanted
+        return np.flatnonzero(is_one_of)
 
 
 def _indices(positions: Iterable[int]) -> NDArray[np.int64]:
     if isinstance(positions, np.ndarray):
         return positions
+    if isinstance(positions, range):
+        return np.arange(positions.start, positions.stop, positions.step)
     return np.fromiter(positions, np.int64)

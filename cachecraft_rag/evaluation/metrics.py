@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from cachecraft_rag.errors import ConfigError
+from cachecraft_rag.checks import from_extra
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -101,12 +101,8 @@ def rouge_l(reference: str, prediction: str) -> float:
     """
     if reference.split() == prediction.split():
         return 1.0
-    try:
+    with from_extra("eval", "ROUGE-L"):
         from rouge_score.rouge_scorer import RougeScorer
-    except ImportError as error:
-        raise ConfigError(
-            "ROUGE-L needs the package rouge-score: pip install 'cachecraft-rag[eval]'."
-        ) from error
     return float(
         RougeScorer(["rougeL"], use_stemmer=True).score(reference, prediction)["rougeL"].fmeasure
     )

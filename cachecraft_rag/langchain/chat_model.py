@@ -40,7 +40,7 @@ from typing_extensions import is_typeddict
 from cachecraft_rag.checks import config_errors
 from cachecraft_rag.engine.base import AnswerEngine, PathLike
 from cachecraft_rag.engine.config import EngineConfig
-from cachecraft_rag.engine.engine import Engine
+from cachecraft_rag.engine.loading import engine_loader
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.langchain.schemas import answer_schema
 from cachecraft_rag.planning.config import ReuseConfig
@@ -134,7 +134,7 @@ class ChatCacheCraft(Closeable, BaseChatModel):
         options = {name: settings.pop(name) for name in names & settings.keys()}
         with ExitStack() as opened:
             engine = opened.enter_context(
-                Engine.from_pretrained(model, store=store, config=config, **options)
+                engine_loader()(model, store=store, config=config, **options)
             )
             chat = cls(engine=engine, **settings)
             chat._opened = opened.pop_all()

@@ -29,7 +29,7 @@ from pydantic import BaseModel
 from cachecraft_rag.checks import check_flag, check_kind, check_text, shown
 from cachecraft_rag.engine.base import AnswerEngine, PathLike
 from cachecraft_rag.engine.config import EngineConfig
-from cachecraft_rag.engine.engine import Engine
+from cachecraft_rag.engine.loading import engine_loader
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.llama_index.llm import CacheCraftLLM, aobserved, observed, validated
 from cachecraft_rag.llama_index.sources import Sources
@@ -164,7 +164,7 @@ class CacheCraftSynthesizer(BaseSynthesizer, Closeable):
         """
         with ExitStack() as opened:
             engine = opened.enter_context(
-                Engine.from_pretrained(model, store=store, config=config, **engine_options)
+                engine_loader()(model, store=store, config=config, **engine_options)
             )
             made = cls(
                 engine,

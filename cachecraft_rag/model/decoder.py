@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,25 +20,19 @@ import torch
 from torch import Tensor
 
 from cachecraft_rag.compute.stack import Alone, AttentionSettings, LayerPass, Ranks, keys_per_row_of
-from cachecraft_rag.errors import (
-    CacheCraftError,
-    ConfigError,
-    ModelNotFoundError,
-    UnsupportedModelError,
-    says_no_memory,
-)
+from cachecraft_rag.errors import ConfigError, UnsupportedModelError
 from cachecraft_rag.kernels.attention_paths import UNMEASURED
 from cachecraft_rag.kernels.memory import Recycler
 from cachecraft_rag.model.attention_choice import measured_paths
-from cachecraft_rag.model.chunk_bound import MODEL_TOKENS, ModelTokens
-from cachecraft_rag.model.demo_model import demo_model_folder
+from cachecraft_rag.model.checkpoint import config_of, context_length_of, end_tokens_of, loading
+from cachecraft_rag.model.chunk_bound import ModelTokens
 from cachecraft_rag.model.fingerprint import (
     checkpoint_fingerprint,
     model_fingerprint,
     snapshot_folder,
 )
 from cachecraft_rag.model.fused_layers import CompiledLayer, GPULayer, fused_layers, product
-from cachecraft_rag.model.hub_check import require_hub, without_bars
+from cachecraft_rag.model.hub_check import without_bars
 from cachecraft_rag.model.layer_survey import (
     ModelSurvey,
     SeenAttention,
@@ -407,40 +401,6 @@ def _widened(heads: Tensor, head_dim: int) -> Tensor:
     return heads if missing == 0 else torch.nn.functional.pad(heads, (0, missing))
 
 
-def chunk_bound_of(name: str) -> ModelTokens:
-    """Return `Decoder.chunk_bound` of a model that is not loaded: only its config and its tokenizer are read.
-
-    For a config without `max_position_embeddings` the limit is the highest one, 1,024 tokens.
-    """
-    from transformers import AutoTokenizer
-
-    with loading(name) as source:
-        config = config_of(name)
-        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-    # configs of models that cannot be served may lack it
-    has_length = hasattr(config, "max_position_embeddings")
-    return ModelTokens.of(
-        tokenizer, context_length=context_length_of(config) if has_length else 4 * MODEL_TOKENS
-    )
-
-
-def config_of(name: str) -> PretrainedConfig:
-    """Return the config of a model, without its weights.
-
-    A config that this disk lacks is downloaded, after a quick check that the hub has the model (`require_hub`).
-    """
-    from huggingface_hub import try_to_load_from_cache
-    from transformers import AutoConfig
-
-    with loading(name) as source:
-        if not os.path.isdir(source) and not isinstance(
-            try_to_load_from_cache(source, "config.json"), str
-        ):
-            require_hub([source])
-        config: PretrainedConfig = AutoConfig.from_pretrained(source, trust_remote_code=False)
-        return config
-
-
 def _loading_bars(source: str) -> contextlib.AbstractContextManager[None]:
     """Return a context without transformers' bars if the weights are on this disk; a download keeps its bars."""
     from huggingface_hub import try_to_load_from_cache
@@ -450,39 +410,6 @@ def _loading_bars(source: str) -> contextlib.AbstractContextManager[None]:
         isinstance(try_to_load_from_cache(source, file), str) for file in files
     )
     return without_bars() if is_local else contextlib.nullcontext()
-
-
-@contextlib.contextmanager
-def loading(name: str) -> Iterator[str]:
-    """Give the block a model's folder, or its name on the hub, and turn what a loader raises into our errors.
-
-    Whatever exception the block raises becomes ModelNotFoundError, except for errors of this package and lack of memory
-    (MemoryError, torch's RuntimeError), which pass. So does a name that begins with "/", "." or "~" and is no folder.
-    Other names are given to the block without a request to the hub. The first use of "demo" converts or downloads the
-    demo model, see `demo_model_folder`.
-    """
-    try:
-        if name.startswith(("/", ".", "~")) and not os.path.isdir(name):
-            raise FileNotFoundError("there is no such folder")
-        yield str(demo_model_folder()) if name == "demo" else name
-    except CacheCraftError:
-        raise
-    # From damaged files the libraries of Hugging Face raise whatever their code meets.
-    except Exception as error:
-        if says_no_memory(error):
-            raise
-        reason = str(error) if isinstance(error, (OSError, ValueError)) else _named(error)
-        if "trust_remote_code" in reason:
-            reason = "it needs Python code from its own folder, and such code is not run."
-        raise ModelNotFoundError(
-            f"cannot load the model {name!r}: {reason}\n"
-            'Name a Hugging Face model, a folder that holds one, or "demo" for the embedded model.'
-        ) from error
-
-
-def _named(error: Exception) -> str:
-    """Return an error's text after the name of its class, for errors whose text alone says little: `'model_type'`."""
-    return f"{type(error).__name__}: {error}"
 
 
 def _device(name: str) -> torch.device:
@@ -511,74 +438,6 @@ def computes_bfloat16() -> bool:
     """Return True if this CPU computes bfloat16 faster than float32 (AMX or AVX-512 BF16)."""
     capabilities = torch.cpu.get_capabilities()
     return any(capabilities.get(name) for name in _FAST_BFLOAT16)
-
-
-def layout_of(config: PretrainedConfig, dtype: str) -> KVLayout:
-    """Return the layout of a model's chunk-caches, from its Hugging Face config.
-
-    Layers may have different heads (Gemma 4): the largest are the layout's, and others are filled with zeros.
-    """
-    kv_heads: list[int] = []
-    head_dims: list[int] = []
-    for layer_config in getattr(config, "per_layer_config", None) or [config]:
-        heads = config.num_attention_heads
-        latent_dim = _latent_head_dim(config)
-        kv_heads.append(
-            heads if latent_dim else getattr(layer_config, "num_key_value_heads", None) or heads
-        )
-        head_dims.append(
-            latent_dim or getattr(layer_config, "head_dim", None) or config.hidden_size // heads
-        )
-    return KVLayout(
-        layers=config.num_hidden_layers,
-        kv_heads=max(kv_heads),
-        head_dim=max(head_dims),
-        dtype=cast(DTypeName, dtype),
-    )
-
-
-def _latent_head_dim(config: PretrainedConfig) -> int | None:
-    """Return the dimensions of a head of multi-head latent attention (DeepSeek); None for other models."""
-    if not getattr(config, "kv_lora_rank", None):
-        return None
-    return max(int(config.qk_nope_head_dim) + int(config.qk_rope_head_dim), int(config.v_head_dim))
-
-
-def context_length_of(config: PretrainedConfig) -> int:
-    """Return `max_position_embeddings`, or the shorter original length of LongRoPE.
-
-    LongRoPE has two sets of frequencies and changes all keys if a prompt exceeds the original length, so a chunk-cache
-    captured on one side of it is wrong on the other. Rejected: a fingerprint for each side, which would capture every
-    chunk twice.
-    """
-    longest = int(config.max_position_embeddings)
-    original = longrope_context(config)
-    return longest if original is None else min(longest, original)
-
-
-def longrope_context(config: PretrainedConfig) -> int | None:
-    """Return the original context of a model with LongRoPE, the shortest of its layers; None for others."""
-    originals = [
-        int(rope["original_max_position_embeddings"])  # type: ignore[call-overload]
-        for rope in rope_parameters_of(config)
-        if rope.get("rope_type") == "longrope"
-    ]
-    return min(originals, default=None)
-
-
-def rope_parameters_of(config: PretrainedConfig) -> list[Mapping[str, object]]:
-    """Return the parameters of the rotary embedding: one mapping, maybe empty, or one for each kind of layer."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    return [parameters for parameters in rope.values() if isinstance(parameters, dict)] or [rope]
-
-
-def end_tokens_of(*holders: object) -> frozenset[int]:
-    """Return the ids that end an answer: of all holders' `eos_token_id`, an id, a list of ids or None."""
-    end_tokens: set[int] = set()
-    for holder in holders:
-        ids = getattr(holder, "eos_token_id", None)
-        end_tokens.update([ids] if isinstance(ids, int) else ids or [])
-    return frozenset(end_tokens)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-import torch
 import xxhash
 
 from cachecraft_rag.model.demo_model import cache_folder
@@ -27,6 +26,7 @@ from cachecraft_rag.types.digests import digest
 from cachecraft_rag.types.versions import IDENTITY_VERSION, LAYOUT_VERSION
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 # Keys of a config that differ between saves and change no number; the dtype in use is digested separately.
@@ -102,6 +102,8 @@ def model_fingerprint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 
 def _update_by_tensor(state: Any, tensor: torch.Tensor) -> None:
     """Feed dtype, shape and bytes of a tensor to a digest; of a quantised tensor, its class and its parts."""
+    import torch
+
     state.update(f"{tensor.dtype} {list(tensor.shape)}\n".encode())
     if hasattr(tensor, "__tensor_flatten__"):
         parts, _context = tensor.__tensor_flatten__()

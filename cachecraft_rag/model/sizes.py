@@ -39,11 +39,9 @@ def layout_named(model: str, *, dtype: str = "auto") -> KVLayout:
         raise ConfigError(f"unknown dtype {dtype!r}; choose one of auto, {', '.join(DTYPES)}")
     import torch
 
-    from cachecraft_rag.model.decoder import (  # torch and transformers: sizes need neither
-        auto_dtype,
-        config_of,
-        layout_of,
-    )
+    # torch and transformers: sizes need neither
+    from cachecraft_rag.model.checkpoint import config_of, layout_of
+    from cachecraft_rag.model.decoder import auto_dtype
 
     config = config_of(model)
     try:

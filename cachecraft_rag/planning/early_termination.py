@@ -44,8 +44,11 @@ def focus_score(attention: NDArray[np.floating]) -> float:
     seen = attention[attention > 0.0]
     if not len(seen):
         return 0.0
-    strongest = np.sort(seen)[::-1][:_STRONGEST_TOKENS]
-    return float(strongest.sum() / np.sqrt(np.median(seen)))
+    ascending = np.sort(seen)
+    strongest = ascending[::-1][:_STRONGEST_TOKENS]
+    # one or two values; np.median would sort again
+    middle = ascending[(len(seen) - 1) // 2 : len(seen) // 2 + 1]
+    return float(strongest.sum() / np.sqrt(middle.mean()))
 
 
 def chunks_in_focus(scores: Mapping[int, float]) -> frozenset[int]:

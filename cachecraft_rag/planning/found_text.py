@@ -17,6 +17,8 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
+from cachecraft_rag.types.prompts import TokenIds
+
 # Fewest and most tokens of a segment. With 64 a quarter of the tokens of pages with short paragraphs was not found.
 LEAST = 48
 MOST = 512
@@ -107,7 +109,7 @@ def window_hashes(ids: NDArray[np.int64]) -> NDArray[np.uint64]:
     return total * np.uint64(_STEP) >> np.uint64(16)
 
 
-def find_segments(token_ids: Sequence[int], kinds: TokenKinds) -> list[range]:
+def find_segments(token_ids: Sequence[int] | TokenIds, kinds: TokenKinds) -> list[range]:
     """Return the segments of a text as ranges of positions, in order, each of `LEAST` to `MOST` tokens.
 
     They do not overlap. Tokens between them are separators or too few for a segment. Neighbouring short passages may be
@@ -274,7 +276,7 @@ def _cut(
 
 
 def marks(
-    token_ids: Sequence[int], *, width: int = 16
+    token_ids: Sequence[int] | TokenIds, *, width: int = 16
 ) -> tuple[NDArray[np.int64], NDArray[np.uint64]]:
     """Return the marks of a text: positions, int64 `[marks]`, ascending, and hashes, uint64 `[marks]`.
 
@@ -295,7 +297,7 @@ def marks(
     return places + _WINDOW - 1, hashes[places]
 
 
-def text_mark(token_ids: Sequence[int]) -> tuple[int, int] | None:
+def text_mark(token_ids: Sequence[int] | TokenIds) -> tuple[int, int] | None:
     """Return (hash, position) of the mark by which a captured text is recognised: the one with the lowest hash.
 
     The hash is below 2**48; the position is that of the mark's last token. Returns None for a text of fewer than 31

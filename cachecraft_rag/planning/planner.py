@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cachecraft_rag.planning.config import DEFAULT_ALPHA, ReuseConfig
 from cachecraft_rag.planning.early_termination import FEWEST_CHUNKS, chunks_in_focus
@@ -38,9 +39,15 @@ _ALONE_WEIGHT = 1.25
 _LOSSY_SHARE = 0.99
 
 SegmentOutcome = Literal["exact", "reused", "computed"]
+Offsets = NDArray[np.int64]  # tokens of one segment, counted from its first one; ascending
 
 
-@dataclass(frozen=True, slots=True)
+def no_offsets() -> Offsets:
+    """Return the offsets of no token."""
+    return np.empty(0, np.int64)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class SegmentPlan:
     """The plan for one segment.
 
@@ -54,7 +61,7 @@ class SegmentPlan:
     gamma       γ, eq. 7
     adjusted    β′, eq. 8
     cfo         CFO, eq. 12
-    recompute   offsets in the segment of the tokens to recompute, ascending
+    recompute   int64 `[chosen]`, offsets in the segment of the tokens to recompute, ascending
     not_loaded  number of tokens that were computed instead of loaded (`RowReason.COMPUTED_INSTEAD`)
     in_full     True if all tokens of a reused segment are recomputed, because it is the last chunk
                 (`ReuseConfig.nearest_share`)
@@ -73,13 +80,22 @@ class SegmentPlan:
     gamma: float | None = None
     adjusted: float | None = None
     cfo: float | None = None
-    recompute: tuple[int, ...] = ()
+    recompute: Offsets = field(default_factory=no_offsets)
     not_loaded: int = 0
     in_full: bool = False
     at_origin: bool = False
     focus: float | None = None
     in_focus: bool | None = None
     spared: int = 0
+
+    def __eq__(self, other: object) -> bool:
+        """Return True if all fields are equal; `recompute` is an array, which `==` compares token by token."""
+        if not isinstance(other, SegmentPlan):
+            return NotImplemented
+        names = [given.name for given in fields(self) if given.name != "recompute"]
+        return np.array_equal(self.recompute, other.recompute) and all(
+            getattr(self, name) == getattr(other, name) for name in names
+        )
 
     @property
     def recomputed_share(self) -> float:
@@ -141,6 +157,7 @@ def make_plan(
             no such variant.
     """
     segments = prompt.segments
+    segment_ids = tuple(segment.segment_id for segment in segments)
     permuted_prefix = _set_prefix(prompt, stored, lost, config) if config.scope == "set" else {}
     # segment id → index, for the chunks and other text before the current segment
     places: dict[str, int] = {}
@@ -156,7 +173,7 @@ def make_plan(
             is_short = config.is_too_short(prompt.bounds[-1])
             plan = SegmentPlan("computed", Reason.SHORT_PROMPT if is_short else Reason.REUSE_OFF)
         else:
-            prefix = tuple(earlier.segment_id for earlier in segments[:index])
+            prefix = segment_ids[:index]
             variants = stored.get(segment.segment_id, ())
             available = [variant for variant in variants if variant.variant_id not in lost]
             if index in permuted_prefix:
@@ -391,8 +408,8 @@ def with_selection(
     config: ReuseConfig,
     *,
     probed: Mapping[int, np.ndarray] = MappingProxyType({}),
-    recomputed: Mapping[int, frozenset[int]] = MappingProxyType({}),
-    excluded: Mapping[int, frozenset[int]] = MappingProxyType({}),
+    recomputed: Mapping[int, Offsets] = MappingProxyType({}),
+    excluded: Mapping[int, Offsets] = MappingProxyType({}),
     focus: Mapping[int, float] = MappingProxyType({}),
 ) -> Plan:
     """Return a copy of the plan with the tokens to recompute of each segment to fix; other segments are unchanged.
@@ -429,11 +446,11 @@ def with_selection(
     """
     facts: list[TokenFacts] = []
     budgets: list[int] = []
-    not_to_choose: list[frozenset[int]] = []
+    not_to_choose: list[Offsets] = []
     spent: list[int] = []
     fixed_indices: list[int] = []
     segments = _with_focus(plan.segments, focus)
-    empty: frozenset[int] = frozenset()
+    none = no_offsets()
 
     for index, planned in enumerate(segments):
         variant = planned.variant
@@ -442,8 +459,8 @@ def with_selection(
         ratio = planned.cfo if config.fixed_ratio is None else config.fixed_ratio
         scores = token_scores.get(variant.variant_id, TokenScores())
         seed = int(variant.key.chunk_id[:8], 16)
-        already_recomputed = recomputed.get(index, empty)
-        already_computed = excluded.get(index, empty)
+        already_recomputed = recomputed.get(index, none)
+        already_computed = excluded.get(index, none)
         budget = math.ceil((ratio or 0.0) * variant.tokens)
 
         if planned.in_focus is False and index in probed and _spares_tokens(config, focus):
@@ -453,15 +470,13 @@ def with_selection(
             budget = 0
 
         if planned.in_full:
-            every_offset = (
-                offset for offset in range(variant.tokens) if offset not in already_computed
-            )
-            segments[index] = replace(planned, recompute=tuple(every_offset))
+            every_offset = np.arange(variant.tokens)
+            segments[index] = replace(planned, recompute=_without(every_offset, already_computed))
             continue
 
         facts.append(TokenFacts(variant.tokens, seed, scores.inter, probed.get(index)))
         budgets.append(budget)
-        not_to_choose.append(already_recomputed | already_computed)
+        not_to_choose.append(np.concatenate((already_recomputed, already_computed)))
         spent.append(len(already_recomputed))
         fixed_indices.append(index)
 
@@ -476,9 +491,15 @@ def with_selection(
     )
 
     for index, offsets in zip(fixed_indices, selection, strict=True):
-        all_offsets = sorted({*offsets.tolist(), *recomputed.get(index, empty)})
-        segments[index] = _fixed(segments[index], all_offsets, config.selector)
+        if index in recomputed:
+            offsets = np.sort(np.concatenate((offsets, recomputed[index])))
+        segments[index] = _fixed(segments[index], offsets, config.selector)
     return Plan(tuple(segments))
+
+
+def _without(offsets: Offsets, others: Offsets) -> Offsets:
+    """Return the offsets that are not among the others, in the same order."""
+    return offsets[np.isin(offsets, others, invert=True)] if len(others) else offsets
 
 
 def _spares_tokens(config: ReuseConfig, focus: Mapping[int, float]) -> bool:
@@ -498,25 +519,25 @@ def _with_focus(segments: Sequence[SegmentPlan], focus: Mapping[int, float]) -> 
     return marked
 
 
-def _fixed(planned: SegmentPlan, offsets: Sequence[int], selector: str) -> SegmentPlan:
+def _fixed(planned: SegmentPlan, offsets: Offsets, selector: str) -> SegmentPlan:
     """Return the plan for a reused segment with these tokens to recompute, and the reason for it."""
-    if not offsets:
+    if not len(offsets):
         reason = Reason.UNFOCUSED if planned.spared else Reason.REUSED
-        return replace(planned, reason=reason, detail="", recompute=())
+        return replace(planned, reason=reason, detail="", recompute=offsets)
     assert planned.variant is not None, "only reused segments are fixed"
     counts = f"{len(offsets)} of {planned.variant.tokens} tokens recomputed"
     detail = f"{counts}, chosen by the selector {selector!r}"
-    return replace(planned, reason=Reason.FIXED, detail=detail, recompute=tuple(offsets))
+    return replace(planned, reason=Reason.FIXED, detail=detail, recompute=offsets)
 
 
 def with_not_loaded(
-    planned: SegmentPlan, computed: Sequence[int], reason: Reason, detail: str = ""
+    planned: SegmentPlan, computed: Offsets, reason: Reason, detail: str = ""
 ) -> SegmentPlan:
     """Return the plan for a segment after some of its tokens were computed instead of loaded.
 
     Args:
         planned: the segment's plan before loading.
-        computed: offsets of the tokens that were computed, each once.
+        computed: int64 `[computed]`, offsets of the tokens that were computed, each once.
         reason: the reason why they were computed.
         detail: more about the reason in words.
 
@@ -527,12 +548,14 @@ def with_not_loaded(
         `not_loaded` stays as it was. That does not apply to `Reason.COMPUTED_LATE`: then first layers used stored
         values.
     """
-    if not computed or planned.variant is None:
+    if not len(computed) or planned.variant is None:
         return planned
     changed = replace(planned, reason=reason, detail=detail)
     if len(computed) == planned.variant.tokens and reason is not Reason.COMPUTED_LATE:
-        return replace(changed, outcome="computed", variant=None, recompute=(), at_origin=False)
-    kept = tuple(offset for offset in planned.recompute if offset not in set(computed))
+        return replace(
+            changed, outcome="computed", variant=None, recompute=no_offsets(), at_origin=False
+        )
+    kept = _without(planned.recompute, computed)
     return replace(changed, recompute=kept, not_loaded=len(computed))
 
 

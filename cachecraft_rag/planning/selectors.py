@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cachecraft_rag.errors import ConfigError
 
@@ -133,9 +134,9 @@ def select(
     selector: Selector,
     *,
     budget_scope: BudgetScope = "chunk",
-    excluded: Sequence[frozenset[int]] = (),
+    excluded: Sequence[NDArray[np.int64]] = (),
     spent: Sequence[int] = (),
-) -> list[np.ndarray]:
+) -> list[NDArray[np.int64]]:
     """Return the tokens to recompute in each reused chunk: for each an int64 array of ascending offsets in the chunk.
 
     Args:
@@ -167,7 +168,7 @@ def select(
     >>> [chosen.tolist() for chosen in select(facts, [1, 1], SELECTORS["cache_craft"], budget_scope="prompt")]
     [[], [0, 2]]
     """
-    chosen: list[np.ndarray] = [np.empty(0, dtype=np.int64)] * len(facts)
+    chosen: list[NDArray[np.int64]] = [np.empty(0, dtype=np.int64)] * len(facts)
     # (chunk, weighted scores) of chunks that share one budget
     pool: list[tuple[int, np.ndarray]] = []
     pooled_budget = 0
@@ -182,7 +183,7 @@ def select(
             leading(chunk_facts) if selector_scores is None else selector_scores.astype(np.float64)
         )
         if excluded:
-            scores[sorted(excluded[index])] = -np.inf
+            scores[excluded[index]] = -np.inf
 
         is_pooled = budget_scope != "chunk" and selector_scores is not None
         if is_pooled:
@@ -195,14 +196,26 @@ def select(
         pooled_scores = np.concatenate([scores for _, scores in pool])
         best = _highest(pooled_scores, max(0, pooled_budget))
         edges = np.cumsum([0, *(len(scores) for _, scores in pool)])
-        for (index, _), start, stop in zip(pool, edges, edges[1:], strict=False):
-            is_in_chunk = (best >= start) & (best < stop)
-            chosen[index] = best[is_in_chunk] - start
+        cuts = np.searchsorted(best, edges)
+        for place, (index, _) in enumerate(pool):
+            chosen[index] = best[cuts[place] : cuts[place + 1]] - edges[place]
     return chosen
 
 
-def _highest(scores: np.ndarray, budget: int) -> np.ndarray:
-    """Return the indices of the `budget` highest scores, ascending; a score of -inf is never chosen."""
-    order = np.argsort(-scores, kind="stable")[:budget]
-    is_allowed = scores[order] > -np.inf
-    return np.sort(order[is_allowed]).astype(np.int64)
+def _highest(scores: np.ndarray, budget: int) -> NDArray[np.int64]:
+    """Return the indices of the `budget` highest scores, ascending; of equal scores the first ones.
+
+    A score of -inf or NaN is never chosen.
+    """
+    candidates = np.flatnonzero(scores > -np.inf)
+    if len(candidates) <= budget:
+        return candidates
+    if budget == 0:
+        return candidates[:0]
+    # a partition takes a tenth of the time of a sort
+    values = scores[candidates]
+    lowest = np.partition(values, -budget)[-budget]
+    is_chosen = values > lowest
+    ties = np.flatnonzero(values == lowest)
+    is_chosen[ties[: budget - np.count_nonzero(is_chosen)]] = True
+    return candidates[is_chosen]

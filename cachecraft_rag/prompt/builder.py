@@ -12,6 +12,8 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import threading
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
@@ -48,6 +50,9 @@ STAND_IN = (
     "will help with forms, printers and old newspapers."
 )
 DEFAULT_SYSTEM = "You answer questions about the given context. Be brief and use only the context."
+# Bytes of the chunks that a builder does not tokenise again, about 4,000 chunks of 512 tokens.
+KNOWN_BYTES = 10_000_000
+SEGMENT_BYTES = 500  # of a segment without its token ids
 _LINE_END = "\n"  # assumed before a segment in tokenisation
 _WORD = "The"  # assumed after it
 _CONTEXT_MARK = "\u27e6cachecraft-context\u27e7"
@@ -125,6 +130,34 @@ class _FittingChunks(NamedTuple):
     too_long: tuple[tuple[str, int], ...]
 
 
+class _KnownSegments:
+    """Segments of the chunks used last, by chunk id, so that they are not tokenised again. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._segments: OrderedDict[str, Segment] = OrderedDict()  # used last at the end
+        self._bytes = 0
+        self._lock = threading.Lock()
+
+    def get(self, chunk_id: str) -> Segment | None:
+        """Return the chunk's segment, which becomes the one used last; None if it is not known."""
+        with self._lock:
+            segment = self._segments.get(chunk_id)
+            if segment is not None:
+                self._segments.move_to_end(chunk_id)
+            return segment
+
+    def put(self, segment: Segment) -> None:
+        """Keep a segment, and forget those not used for longest beyond `KNOWN_BYTES`."""
+        with self._lock:
+            if segment.segment_id in self._segments:
+                return
+            self._segments[segment.segment_id] = segment
+            self._bytes += SEGMENT_BYTES + segment.token_ids.nbytes
+            while self._bytes > KNOWN_BYTES:
+                _, forgotten = self._segments.popitem(last=False)
+                self._bytes -= SEGMENT_BYTES + forgotten.token_ids.nbytes
+
+
 class PromptBuilder:
     """Turns a question and its chunks into a `Prompt` for one tokenizer.
 
@@ -171,6 +204,7 @@ class PromptBuilder:
         self._bare = bare
         self.tools = checked_tools(tools)
         self._has_warned = False
+        self._known = _KnownSegments()
 
         # It copies the tokenizer: transformers stores in it whether special tokens are split, so two threads that share
         # a tokenizer would change each other's setting.
@@ -218,9 +252,14 @@ class PromptBuilder:
         Its `segment_id` is the `chunk_id`. It may be longer than the model's context. Raises nothing for any text:
         names of control tokens become ordinary characters, and half a surrogate pair becomes "?".
         """
+        known = self._known.get(chunk.chunk_id)
+        if known is not None:
+            return known
         text = chunk.text + "\n\n"
         ids = self._encode(text, special=False, before=_LINE_END, after=_WORD)
-        return Segment("chunk", chunk.chunk_id, ids)
+        segment = Segment("chunk", chunk.chunk_id, ids)
+        self._known.put(segment)
+        return segment
 
     def text_ids(self, text: str) -> list[int]:
         """Return the token ids of a text of a user's or a document's, without tokens of the template; [] for "".

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cachecraft_rag.checks import from_extra
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.prompt.finite_schema import has_finite_instance
 
@@ -170,12 +171,8 @@ class Constraints:
         return Constraint(matcher, self._vocabulary, self._digit_tokens)
 
     def _compiled(self, schema: str) -> str:
-        try:
+        with from_extra("structured", "A json_schema"):
             import llguidance
-        except ImportError as error:
-            raise ConfigError(
-                'a json_schema needs llguidance, which is not installed: pip install "cachecraft-rag[structured]"'
-            ) from error
 
         options: Any = _COMPACT
         try:

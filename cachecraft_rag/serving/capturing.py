@@ -32,7 +32,7 @@ class LocalCapturer:
         # tokens after the last capture need not be computed
         bounds = prompt.bounds[: captures[-1] + 2]
         rows = Rows.of(bounds, new=range(bounds[-1]))
-        job = PrefillJob(prompt.token_ids[: bounds[-1]], rows, captures=captures)
+        job = PrefillJob(prompt.token_array[: bounds[-1]], rows, captures=captures)
         context = CaptureContext(
             prompt.segments,
             prompt.bounds,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import struct
 from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
 
 
 def digest(*parts: str) -> str:
@@ -20,7 +22,7 @@ def digest(*parts: str) -> str:
     return hashlib.blake2b(whole, digest_size=16).hexdigest()
 
 
-def digest_of_tokens(token_ids: Sequence[int]) -> str:
+def digest_of_tokens(token_ids: Sequence[int] | NDArray[np.integer]) -> str:
     """Return the 128-bit blake2b of token ids in their order, as 32 hex digits; an empty sequence has a digest too."""
-    packed = struct.pack(f"<{len(token_ids)}q", *token_ids)
+    packed = np.asarray(token_ids, dtype="<i8").tobytes()
     return hashlib.blake2b(packed, digest_size=16).hexdigest()

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
 from prometheus_client import CollectorRegistry
 
 from cachecraft_rag.checks import check_kind, check_mapping, check_path, check_text
@@ -35,7 +36,7 @@ from cachecraft_rag.serving.request import Request, RequestProgress, SegmentRepo
 from cachecraft_rag.serving.sampling import SamplingParams as Sampling
 from cachecraft_rag.store import ChunkCacheStore, RowFilter
 from cachecraft_rag.store.config import CACHE_FOLDER
-from cachecraft_rag.types.prompts import Prompt, Segment
+from cachecraft_rag.types.prompts import Prompt, Segment, token_array
 from cachecraft_rag.vllm.calls import Calls, Serving, Step
 from cachecraft_rag.vllm.idle.audits import (
     KEPT,
@@ -407,7 +408,9 @@ class VLLMBackend:
         None if the request gave way to others. Raises RuntimeError if vLLM has computed the prompt itself.
         """
         *context, question = request.prompt.segments
-        with_answer = replace(question, token_ids=(*question.token_ids, *tokens[:-1]))
+        with_answer = replace(
+            question, token_ids=np.append(question.token_ids, token_array(tokens[:-1]))
+        )
         ask = Ask(
             Prompt((*context, with_answer)),
             EXACT,
@@ -497,7 +500,7 @@ def _by_likelihood(step: Step) -> list[tuple[int, float]]:
 
 def _with_question(segments: Sequence[Segment]) -> Prompt:
     """Return a prompt of these segments, with the question that a request must have."""
-    end = segments[-1].token_ids[-1]
+    end = int(segments[-1].token_ids[-1])
     question = Segment("question", "capture", (end, end), private=True)
     return Prompt((*segments, question))
 

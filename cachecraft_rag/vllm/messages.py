@@ -20,7 +20,7 @@ from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.store.row_checks import LookupResult
 from cachecraft_rag.types.captures import TokenScores
 from cachecraft_rag.types.digests import digest
-from cachecraft_rag.types.prompts import Prompt, Segment
+from cachecraft_rag.types.prompts import Prompt, Segment, TokenIds, token_array
 
 FIELD = "cachecraft"  # field of `kv_transfer_params`, in both directions
 REPORTS = "reports"  # field of vLLM's statistics: `Ask.name` → report of a filled request
@@ -148,7 +148,7 @@ class Ask:
             ]
             for segment in self.prompt.segments
         ]
-        return message | {"seal": _seal(message, self.prompt.token_ids, key)}
+        return message | {"seal": _seal(message, self.prompt.token_array, key)}
 
     @classmethod
     def read(cls, message: object, token_ids: Sequence[int], key: str) -> Self:
@@ -166,8 +166,9 @@ class Ask:
         given = dict(message)
         seal = given.pop("seal", None)
         try:
-            ours = _seal(given, token_ids, key).encode()
-        except (TypeError, ValueError):  # no JSON
+            ids = token_array(token_ids)
+            ours = _seal(given, ids, key).encode()
+        except (TypeError, ValueError, OverflowError):  # no JSON, or no token ids
             ours = b""
         if not (
             ours
@@ -179,7 +180,7 @@ class Ask:
             )
         try:
             config = ReuseConfig(**given.pop("config"))
-            prompt = _prompt(given.pop("segments"), token_ids)
+            prompt = _prompt(given.pop("segments"), ids)
             captures = given.pop("captures")
             first = tuple(given.pop("first"))
             return cls(
@@ -223,14 +224,16 @@ def salt_of(session: str | None, client_salt: str) -> str:
     return client_salt if session is None else digest("session salt", session, client_salt)
 
 
-def _seal(message: Mapping[str, object], token_ids: Sequence[int], key: str) -> str:
-    text = json.dumps([message, list(token_ids)], sort_keys=True)
-    return hashlib.blake2b(
-        text.encode("utf-8", "surrogatepass"), key=key.encode()[:64], digest_size=16
-    ).hexdigest()
+def _seal(message: Mapping[str, object], token_ids: TokenIds, key: str) -> str:
+    """Return the keyed digest of a message and the prompt's token ids, 32 hex digits."""
+    text = json.dumps(message, sort_keys=True)
+    digest_of_all = hashlib.blake2b(text.encode(), key=key.encode()[:64], digest_size=16)
+    digest_of_all.update(b"\0")  # which JSON does not contain
+    digest_of_all.update(token_ids.astype("<i4", copy=False).tobytes())
+    return digest_of_all.hexdigest()
 
 
-def _prompt(segments: Sequence[_SegmentEntry], token_ids: Sequence[int]) -> Prompt:
+def _prompt(segments: Sequence[_SegmentEntry], token_ids: TokenIds) -> Prompt:
     edges = [0, *accumulate(int(length) for _, _, length, *_ in segments)]
     kinds = [kind for kind, *_ in segments]
     if edges[-1] != len(token_ids) or min(length for _, _, length, *_ in segments) < 1:
@@ -242,7 +245,7 @@ def _prompt(segments: Sequence[_SegmentEntry], token_ids: Sequence[int]) -> Prom
             Segment(
                 kind,
                 name,
-                tuple(token_ids[start:stop]),
+                token_ids[start:stop],
                 private=private,
                 closing=closing,
                 found=is_found,

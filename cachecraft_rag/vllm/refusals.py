@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cachecraft_rag.errors import UnsupportedModelError
-from cachecraft_rag.model.decoder import longrope_context, rope_parameters_of
+from cachecraft_rag.model.checkpoint import longrope_context, rope_parameters_of
 from cachecraft_rag.vllm.options import VLLMOptions
 from cachecraft_rag.vllm.plugin import ARCHITECTURES
 

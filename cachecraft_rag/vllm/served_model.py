@@ -10,7 +10,7 @@ from cachecraft_rag.checks import check_whole
 from cachecraft_rag.errors import (
     UnsupportedModelError,
 )
-from cachecraft_rag.model.decoder import (
+from cachecraft_rag.model.checkpoint import (
     config_of,
     context_length_of,
     end_tokens_of,

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from cachecraft_rag.checks import from_extra
 from cachecraft_rag.store.small_file import replace_file
 
 if TYPE_CHECKING:
@@ -39,13 +40,13 @@ logger = logging.getLogger("cachecraft_rag.retrievers.index.vector_index")
 class VectorIndex:
     """Vectors under int64 numbers. Not thread safe.
 
-    `stamp` is the random name of the state of the database that they mirror. Raises ImportError if FAISS is not
-    installed.
+    `stamp` is the random name of the state of the database that they mirror. Raises MissingPackageError if FAISS is
+    not installed.
     """
 
     def __init__(self, dim: int) -> None:
-        import faiss
-
+        with from_extra("retrieval", "The index"):
+            import faiss
         self._dim = dim
         self._faiss: Any = faiss  # its type stubs know neither selectors nor arrays
         self._index: Any = faiss.IndexIDMap2(faiss.IndexFlatIP(dim))
@@ -210,7 +211,7 @@ class VectorIndex:
         """Return the index in an index file; None if it is missing, damaged, or not of this store and `dim`.
 
         Its `stamp` is that of the state that was saved. A file that cannot be used raises nothing: a warning is logged
-        unless it is missing, and the caller makes the index again. Raises ImportError if FAISS is not installed.
+        unless it is missing, and the caller makes the index again. Raises MissingPackageError without FAISS.
 
         Args:
             path: the file.

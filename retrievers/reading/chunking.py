@@ -18,12 +18,13 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
+from cachecraft_rag.checks import from_extra
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.model.chunk_bound import SMALLEST_LIMIT, ModelTokens
 from cachecraft_rag.types.documents import Chunk, Document, Scalar
 
 # raise it when a document would be split differently: indexes then split again
-SPLITTER_VERSION = 3
+SPLITTER_VERSION = 4
 
 # An English token of an embedding model has four or five characters. But text outside its vocabulary may be one token:
 # to BERT a paragraph of Thai or a megabyte of base64 is *one* unknown token, while the answering model would read
@@ -120,8 +121,8 @@ def split(
 
 def _outline(text: str, *, is_markdown: bool) -> tuple[list[_Section], deque[_Section]]:
     """Return the sections of a text, without gaps, and its tables; not those in code, lists and quotes."""
-    from markdown_it import MarkdownIt
-
+    with from_extra("retrieval", "Cutting documents into chunks"):
+        from markdown_it import MarkdownIt
     sections = [_Section(0, "", 0, 0, len(text))]
     tables: deque[_Section] = deque()
     if not is_markdown:
@@ -219,7 +220,8 @@ def _pieces(
     text: str, start: int, end: int, prefix: str, measure: _Measure, *, is_markdown: bool
 ) -> Iterator[tuple[int, str]]:
     """Yield (offset, piece) of a span of the text, each of which fits into a chunk after the prefix."""
-    from semantic_text_splitter import MarkdownSplitter, TextSplitter
+    with from_extra("retrieval", "Cutting documents into chunks"):
+        from semantic_text_splitter import MarkdownSplitter, TextSplitter
 
     def size(piece: str) -> int:
         return measure.size(prefix + piece)
@@ -229,8 +231,9 @@ def _pieces(
         return
     kind = MarkdownSplitter if is_markdown else TextSplitter
     splitter = kind.from_callback(size, measure.limit)
-    for first, last in _blocks(text, start, end):
-        for offset, piece in splitter.chunk_indices(text[first:last]):
+    for first, block in _halves(start, text[start:end], lambda block: len(block) <= _BLOCK):
+        for offset, piece in splitter.chunk_indices(block):
+            # some are too long, as of `1.1.1.1`
             for at, half in _halves(
                 first + offset, piece, lambda half: size(half) <= measure.limit
             ):
@@ -239,22 +242,14 @@ def _pieces(
 
 
 def _halves(offset: int, piece: str, fits: Callable[[str], bool]) -> Iterator[tuple[int, str]]:
-    """Yield the piece, or two parts of it if it does not fit: the splitter makes some too long, as of `1.1.1.1`."""
+    """Yield the piece, or parts that fit, cut after a paragraph, line, sentence or word near the middle."""
     if len(piece) < 2 or fits(piece):
         yield offset, piece
         return
-    half = len(piece) // 2
-    middle = piece.rfind("\n", 0, half) + 1 or piece.find("\n", half, -1) + 1 or half
+    middle = len(piece) // 2
+    cuts = (
+        piece.rfind(mark, middle // 2, middle) + len(mark) for mark in ("\n\n", "\n", ". ", " ")
+    )
+    middle = next((cut for cut in cuts if cut > middle // 2), middle)
     yield from _halves(offset, piece[:middle], fits)
     yield from _halves(offset + middle, piece[middle:], fits)
-
-
-def _blocks(text: str, start: int, end: int) -> Iterator[tuple[int, int]]:
-    """Yield (start, end) of pieces of at most `_BLOCK` characters, cut after a paragraph, line, sentence or word."""
-    while end - start > _BLOCK:
-        last = start + _BLOCK
-        cuts = (text.rfind(mark, start, last) + len(mark) for mark in ("\n\n", "\n", ". ", " "))
-        last = next((cut for cut in cuts if cut > start + _BLOCK // 2), last)
-        yield start, last
-        start = last
-    yield start, end

@@ -19,14 +19,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-
-import webencodings
+from typing import TYPE_CHECKING
 
 from cachecraft_rag.errors import CacheCraftError, DocumentError
 from cachecraft_rag.retrievers.reading.markup import Reading, html_to_markdown, rst_to_markdown
-from cachecraft_rag.retrievers.reading.office import CONVERTERS, MissingReaderError
+from cachecraft_rag.retrievers.reading.office import CONVERTERS
 from cachecraft_rag.retrievers.reading.pdf import pdf_to_text
 from cachecraft_rag.retrievers.reading.tables import FormatError, json_to_text, table_to_text
+
+if TYPE_CHECKING:
+    import webencodings
 
 LARGEST_FILE = 256 << 20  # bytes; a text of this size would be a million chunks
 _LONGEST_TITLE = 200  # characters; each chunk has a copy
@@ -74,18 +76,13 @@ def read_text(path: Path, data: bytes) -> Reading:
     """
     suffix = path.suffix.lower()
     with parsing(shown(path)):
-        if suffix == ".pdf":
-            text, metadata, losses = pdf_to_text(data)
-        elif suffix in CONVERTERS:
-            text, metadata, losses = CONVERTERS[suffix](data, most_bytes=LARGEST_FILE)
-        else:
-            text, metadata, losses = _read_text(path, data)
+        convert = _BINARIES.get(suffix)
+        text, metadata, losses = convert(data) if convert else _read_text(suffix, data)
         title = clean(str(metadata.pop("title", "")))[:_LONGEST_TITLE]
         metadata |= {"title": title} if title else {}
         text = clean(text)
-        return Reading(
-            _joined_words(text) if suffix in (".pdf", ".txt") else text, metadata, losses
-        )
+        text = _joined_words(text) if suffix in (".pdf", ".txt") else text
+        return Reading(text, metadata, losses)
 
 
 @contextlib.contextmanager
@@ -94,11 +91,11 @@ def parsing(name: str) -> Iterator[None]:
 
     Parsers are third-party code and documents are untrusted: one page must not end a run, whether it triggers a bug, a
     parser's limit, Python's recursion limit or a MemoryError. Our own errors (`CacheCraftError`, such as ConfigError)
-    and MissingReaderError pass unchanged.
+    pass unchanged.
     """
     try:
         yield
-    except (CacheCraftError, MissingReaderError):
+    except CacheCraftError:
         raise
     except FormatError as error:
         raise DocumentError(f"{name}: {error}") from error
@@ -157,17 +154,15 @@ def _joined_words(text: str) -> str:
     )
 
 
-def _decode(path: Path, data: bytes, declared: str) -> Reading:
+def _decode(data: bytes, declared: str) -> Reading:
     """Return the decoded bytes, and `encoding` as metadata if it is not UTF-8."""
     for mark, name in _MARKS:
         if data.startswith(mark):
             text = data[len(mark) :].decode(name, "replace")
             return Reading(text, {} if name == "utf-8" else {"encoding": name})
     if b"\0" in data:
-        raise DocumentError(
-            f"{shown(path)}: is not text (it holds NUL bytes); save it as UTF-8 text or leave it out"
-        )
-    encoding = webencodings.lookup(declared)
+        raise FormatError("is not text (it holds NUL bytes); save it as UTF-8 text or leave it out")
+    encoding = _declared_encoding(declared)
     # A page in UTF-16 could not be read as far as its declaration; a wrong one, which is common, is ignored.
     if encoding is not None and not encoding.name.startswith(("utf-", "replacement")):
         with contextlib.suppress(UnicodeDecodeError):
@@ -182,14 +177,22 @@ def _decode(path: Path, data: bytes, declared: str) -> Reading:
     return Reading(data.decode("cp1252", "replace"), {"encoding": "cp1252"})
 
 
-def _read_text(path: Path, data: bytes) -> Reading:
-    kind, convert = _TEXTS[path.suffix.lower()]
-    is_page = convert is html_to_markdown
-    declaration = _DECLARATION.search(data[:4096]) if is_page else None
-    source = _decode(path, data, declaration[1].decode().lower() if declaration else "")
+def _read_text(suffix: str, data: bytes) -> Reading:
+    kind, convert = _TEXTS[suffix]
+    declaration = _DECLARATION.search(data[:4096]) if convert is html_to_markdown else None
+    source = _decode(data, declaration[1].decode().lower() if declaration else "")
     made = convert(clean(source.text))
     text, metadata, _ = Reading(made, {"format": kind}) if isinstance(made, str) else made
     return Reading(text, {**metadata, **source.metadata}, source.losses)
+
+
+def _declared_encoding(name: str) -> webencodings.Encoding | None:
+    """Return the encoding that a page declares, as browsers read its name; None for "" and for an unknown name."""
+    if not name:
+        return None
+    import webencodings
+
+    return webencodings.lookup(name)
 
 
 # Converters of decoded text, and the format of what they give.
@@ -202,4 +205,5 @@ _TEXTS: dict[str, tuple[str, Callable[[str], str | Reading]]] = {
     ".tsv": ("text", partial(table_to_text, separator="\t")),
     **dict.fromkeys((".json", ".jsonl"), ("text", json_to_text)),
 }
-SUFFIXES = (*_TEXTS, ".pdf", *CONVERTERS)
+_BINARIES: dict[str, Callable[[bytes], Reading]] = {".pdf": pdf_to_text, **CONVERTERS}
+SUFFIXES = (*_TEXTS, *_BINARIES)

@@ -32,7 +32,7 @@ from cachecraft_rag.retrievers.reading.office import require_reader
 from cachecraft_rag.store.closeable import Closeable
 from cachecraft_rag.types.documents import Document
 
-_UNLIMITED_SUFFIXES = (".txt", ".md", ".markdown", ".rst", ".html", ".htm")
+_UNLIMITED_SUFFIXES = (".txt", ".md", ".markdown", ".rst")
 _START_SECONDS = 120.0  # to import the parsers, on a busy machine
 _LONGEST_LOSSES = 500  # characters
 _MODULE = "cachecraft_rag.retrievers.reading.limited_reader"
@@ -72,11 +72,11 @@ class LimitedReader(Closeable):
     ) -> Document:
         """Return the document in the bytes of a file, read within the budget. The file itself is not opened.
 
-        Text, Markdown, reStructuredText and HTML are read in this process, and have no budget; so is every file if
+        Text, Markdown and reStructuredText are read in this process, and have no budget; so is every file if
         `sys.executable` is empty. `left_out` is called with a sentence about what the document lacks.
 
         Raises DocumentError for a kind of file that is not read, a file without text or larger than `LARGEST_FILE`, and
-        one that cannot be read within the budget; ReaderStartError; and MissingReaderError, an ImportError.
+        one that cannot be read within the budget; ReaderStartError; and MissingPackageError.
         """
         require_known_kind(file.path, len(data))
         suffix = file.path.suffix.lower()

@@ -18,90 +18,80 @@ from importlib.util import find_spec
 from typing import Any
 from urllib.parse import unquote
 
+from cachecraft_rag.checks import missing_package
 from cachecraft_rag.retrievers.reading.markup import Reading, html_to_markdown
 from cachecraft_rag.retrievers.reading.tables import FormatError, rows_to_text
 
+MOST_UNPACKED = 256 << 20  # bytes: a small ZIP archive can unpack to terabytes
+# suffix → the modules that read such files, and the extra that brings them
 _PACKAGES = {
-    ".docx": ("mammoth", "mammoth", "docx"),
-    ".pptx": ("pptx", "python-pptx", "office"),
-    ".xlsx": ("python_calamine", "python-calamine", "office"),
+    ".docx": (("mammoth", "lxml", "html_to_markdown"), "docx"),
+    ".epub": (("lxml", "html_to_markdown"), "retrieval"),
+    ".htm": (("lxml", "html_to_markdown", "webencodings"), "retrieval"),
+    ".html": (("lxml", "html_to_markdown", "webencodings"), "retrieval"),
+    ".pdf": (("pypdf",), "retrieval"),
+    ".pptx": (("pptx", "lxml", "html_to_markdown"), "office"),
+    ".xlsx": (("python_calamine",), "office"),
 }
 _WORD = "{http://schemas.openxmlformats.org/wordprocessingml/2006/main}"
 _MATH = "{http://schemas.openxmlformats.org/officeDocument/2006/math}"
 
 
-class MissingReaderError(ImportError):
-    """The package that reads this kind of file is not installed; the message says how to install it."""
-
-
 def require_reader(suffix: str) -> None:
-    """Raise `MissingReaderError` if the package that reads files of this suffix is not installed."""
-    module, package, extra = _PACKAGES.get(suffix, ("", "", ""))
-    if module and not find_spec(module):
-        raise MissingReaderError(
-            f"{suffix} files need the package {package}; type: pip install 'cachecraft-rag[{extra}]'"
-        )
+    """Raise MissingPackageError if a package that reads files of this suffix is not installed."""
+    modules, extra = _PACKAGES.get(suffix, ((), ""))
+    missing = ", ".join(module for module in modules if not find_spec(module))
+    if missing:
+        raise missing_package(extra, f"A file of the kind {suffix}", f"No module named {missing}")
 
 
-def docx_to_markdown(data: bytes, *, most_bytes: int) -> Reading:
-    """Return the text of a Word file with its headings, lists, tables, equations and choices, but no pictures.
-
-    Raises FormatError if it is not a .docx, or unpacks to more than `most_bytes`: a small ZIP archive can unpack to
-    terabytes.
-    """
+def docx_to_markdown(data: bytes) -> Reading:
+    """Return the text of a Word file with its headings, lists, tables, equations and choices, but no pictures."""
     import mammoth
 
     # Neither pictures nor the file's own style map: both are untrusted.
     converted = mammoth.convert_to_html(
-        io.BytesIO(_written_out(data, most_bytes)),
-        include_embedded_style_map=False,
-        convert_image=lambda _image: [],
+        _written_out(data), include_embedded_style_map=False, convert_image=lambda _image: []
     )
     html = re.sub("<li>\ue000(\\d+)\ue001", r'<li value="\1">', converted.value)
     html = re.sub("\ue000\\d+\ue001", "", html)
     ignored = {note.message for note in converted.messages if "ignored" in note.message}
-    page = html_to_markdown(f"<html><body>{html}</body></html>")
-    return page._replace(losses=[*sorted(ignored)[:3], *_left_out(data)])
+    return html_to_markdown(html)._replace(losses=[*sorted(ignored)[:3], *_left_out(data)])
 
 
-def _unpacked(data: bytes, most_bytes: int, kind: str) -> zipfile.ZipFile:
-    try:
-        archive = zipfile.ZipFile(io.BytesIO(data))
-    except zipfile.BadZipFile as error:
+def _unpacked(data: bytes) -> zipfile.ZipFile:
+    """Return the archive. Raises FormatError if it is none, or unpacks to more than `MOST_UNPACKED`."""
+    if not zipfile.is_zipfile(io.BytesIO(data)):
         raise FormatError(
-            f"cannot be read: it is no {kind}; save it again in the program that made it"
-        ) from error
+            "is of another kind than its name says, or locked with a password; save it again in its program"
+        )
+    archive = zipfile.ZipFile(io.BytesIO(data))
     # zipfile reads no more than this of a part
-    if sum(part.file_size for part in archive.infolist()) > most_bytes:
-        advice = "split it or leave it out"
+    if sum(part.file_size for part in archive.infolist()) > MOST_UNPACKED:
         raise FormatError(
-            f"cannot be read: it unpacks to more than {most_bytes >> 20} MiB; {advice}"
+            f"unpacks to more than {MOST_UNPACKED >> 20} MiB; split it or leave it out"
         )
     return archive
 
 
 def _left_out(data: bytes) -> list[str]:
     """Return the kinds of content of a Word or PowerPoint file that its library leaves out without a word."""
-    with zipfile.ZipFile(io.BytesIO(data)) as archive:
-        names = " ".join(archive.namelist())
-    kinds = {
-        "charts": "/charts/chart",
-        "diagrams": "/diagrams/data",
-        "embedded files": "/embeddings/",
+    names = " ".join(_unpacked(data).namelist())
+    parts = {
+        "/charts/chart": "charts",
+        "/diagrams/data": "diagrams",
+        "/embeddings/": "embedded files",
     }
-    return [kind for kind, part in kinds.items() if part in names]
+    return [kind for part, kind in parts.items() if part in names]
 
 
-def _written_out(data: bytes, most_bytes: int) -> bytes:
+def _written_out(data: bytes) -> io.BytesIO:
     """Return a Word file whose equations, numbers of list items and choices are text: mammoth leaves them out."""
     from lxml import etree
 
     parser = etree.XMLParser(resolve_entities=False, no_network=True, huge_tree=True)
     made = io.BytesIO()
-    with (
-        _unpacked(data, most_bytes, "Word file of the kind .docx") as archive,
-        zipfile.ZipFile(made, "w") as written,
-    ):
+    with _unpacked(data) as archive, zipfile.ZipFile(made, "w") as written:
         names = archive.namelist()
         lists = _Lists(
             etree.fromstring(archive.read(name) if name in names else b"<nothing/>", parser)
@@ -114,7 +104,7 @@ def _written_out(data: bytes, most_bytes: int) -> bytes:
                 written.writestr(name, etree.tostring(tree))
             elif name.endswith((".xml", ".rels")):
                 written.writestr(name, archive.read(name))
-    return made.getvalue()
+    return made
 
 
 def _write_out(tree: Any, lists: _Lists) -> None:
@@ -225,11 +215,11 @@ def _list_and_level(properties: Any) -> tuple[str, int] | None:
     return (number, int(level or 0)) if number not in ("", "0") else None
 
 
-def pptx_to_markdown(data: bytes, *, most_bytes: int) -> Reading:
+def pptx_to_markdown(data: bytes) -> Reading:
     """Return a heading for each slide with its texts, tables and notes; see `docx_to_markdown`."""
     from pptx import Presentation
 
-    _unpacked(data, most_bytes, "PowerPoint file of the kind .pptx").close()
+    _unpacked(data).close()
     parts: list[str] = []
     for number, slide in enumerate(Presentation(io.BytesIO(data)).slides, 1):
         title = slide.shapes.title
@@ -259,14 +249,14 @@ def _shape_html(shape: Any) -> str:
     return "".join(f"<p>{escape(paragraph.text)}</p>" for paragraph in paragraphs)
 
 
-def xlsx_to_markdown(data: bytes, *, most_bytes: int) -> Reading:
+def xlsx_to_markdown(data: bytes) -> Reading:
     """Return a heading for each visible sheet and its rows as paragraphs of `column: value` lines.
 
     Formulas give the values that were saved with them; see `docx_to_markdown`.
     """
     from python_calamine import CalamineWorkbook, SheetTypeEnum, SheetVisibleEnum
 
-    _unpacked(data, most_bytes, "Excel file of the kind .xlsx").close()
+    _unpacked(data).close()
     parts: list[str] = []
     workbook = CalamineWorkbook.from_filelike(io.BytesIO(data))
     for sheet in workbook.sheets_metadata:
@@ -290,7 +280,7 @@ def _cell_text(value: object) -> str:
     return f"{value:.0f}" if is_whole else str(value).removesuffix(" 00:00:00")
 
 
-def epub_to_markdown(data: bytes, *, most_bytes: int) -> Reading:
+def epub_to_markdown(data: bytes) -> Reading:
     """Return the chapters of a book in their order, and its title; see `docx_to_markdown`.
 
     EPUB is a ZIP archive of web pages: ebooklib, the usual package, has a licence (AGPL) that this one cannot take on.
@@ -300,7 +290,7 @@ def epub_to_markdown(data: bytes, *, most_bytes: int) -> Reading:
     parser = etree.XMLParser(resolve_entities=False, no_network=True)
     chapters: list[str] = []
     losses: list[str] = []
-    with _unpacked(data, most_bytes, "book of the kind .epub") as archive:
+    with _unpacked(data) as archive:
         container = etree.fromstring(archive.read("META-INF/container.xml"), parser)
         package = str(container.xpath("string(//*[local-name()='rootfile']/@full-path)"))
         book = etree.fromstring(archive.read(package), parser)

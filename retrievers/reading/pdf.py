@@ -12,21 +12,14 @@ from cachecraft_rag.retrievers.reading.tables import FormatError
 def pdf_to_text(data: bytes) -> Reading:
     """Return the text of a PDF, a form feed between pages; the fields of a form are lines `label: value` below a page.
 
-    Raises FormatError for a file that is locked with a password or damaged.
+    Raises FormatError for a file that is locked with a password.
     """
     from pypdf import PasswordType, PdfReader
 
-    try:
-        reader = PdfReader(io.BytesIO(data))
-        if reader.is_encrypted and reader.decrypt("") == PasswordType.NOT_DECRYPTED:
-            raise FormatError("is locked with a password; save a copy without one")
-        pages = [_page_text(page).replace("\f", "\n") for page in reader.pages]
-    except (FormatError, MemoryError):
-        raise
-    except Exception as error:  # the parser raises anything from KeyError to RecursionError
-        advice = "open it in a viewer and save or print it as PDF again"
-        what = f"{type(error).__name__}: {error}"[:300]  # it may quote half the document
-        raise FormatError(f"is damaged or locked ({what}); {advice}") from error
+    reader = PdfReader(io.BytesIO(data))
+    if reader.is_encrypted and reader.decrypt("") == PasswordType.NOT_DECRYPTED:
+        raise FormatError("is locked with a password; save a copy without one")
+    pages = [_page_text(page).replace("\f", "\n") for page in reader.pages]
     empty = ", ".join(str(number) for number, page in enumerate(pages, 1) if not page.strip())
     losses = [f"pages without text, which may be scans ({empty[:80]}): run OCR"] if empty else []
     return Reading("\f".join(pages), {"format": "text", "pages": len(pages)}, losses)

@@ -1,7 +1,7 @@
 """Tables and JSON as text, by Python's own readers.
 
-A row of a table becomes a paragraph of `column: value` lines. A chunk therefore names its columns wherever the table is
-cut, and rows that do not change keep their chunks when others do.
+A row of a table becomes a paragraph of `column: value` lines: a chunk names its columns wherever the table is cut, and
+rows that do not change keep their chunks when others do.
 """
 
 from __future__ import annotations
@@ -14,9 +14,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, zip_longest
 
 _SNIFFED = 64 << 10  # characters in which the separator of a .csv is looked for
-_LONGEST_FIELD = (
-    1 << 24
-)  # characters; Python's own limit of 131,072 is too small for a text in a cell
 _LONGEST_NAME = 200  # characters of a name that stands before each of its values
 # a text may be this many times as long as its file: names stand before each of their values
 _MOST_GROWTH = 10
@@ -31,8 +28,7 @@ class FormatError(ValueError):
 def table_to_text(text: str, *, separator: str | None = None) -> str:
     """Return the text of a table, see `rows_to_text`. A first line such as `sep=;`, which Excel writes, is obeyed.
 
-    Without a `separator` it is whichever of comma, semicolon, tab and bar the table uses. Raises FormatError for a cell
-    above 16,777,216 characters, and as `rows_to_text`.
+    Without a `separator` it is whichever of comma, semicolon, tab and bar the table uses.
 
     >>> print(table_to_text("name;litres\\nWren K2;1.7\\nOtter C6;"))
     name: Wren K2
@@ -40,19 +36,13 @@ def table_to_text(text: str, *, separator: str | None = None) -> str:
     <BLANKLINE>
     name: Otter C6
     """
-    before = csv.field_size_limit(_LONGEST_FIELD)
-    try:
-        if named := re.match(r'"?sep=(.)"?[;,\t]*(\n|$)', text, re.IGNORECASE):
-            separator = named[1]
-            text = text[named.end() :]
-        separator = separator or _separator_of(text[:_SNIFFED])
-        rows = list(csv.reader(io.StringIO(text), delimiter=separator))
-    except csv.Error as error:
-        advice = "save it again as a table of UTF-8 text"
-        raise FormatError(f"cannot be read: its table is damaged ({error}); {advice}") from error
-    finally:
-        csv.field_size_limit(before)
-    return rows_to_text(rows, len(text))
+    # Python's limit of 131,072 characters a cell is for other uses than ours; a cell is no longer than its file
+    csv.field_size_limit(max(csv.field_size_limit(), len(text)))
+    if named := re.match(r'"?sep=(.)"?[;,\t]*(\n|$)', text, re.IGNORECASE):
+        separator = named[1]
+        text = text[named.end() :]
+    separator = separator or _separator_of(text[:_SNIFFED])
+    return rows_to_text(csv.reader(io.StringIO(text), delimiter=separator), len(text))
 
 
 def rows_to_text(rows: Iterable[Sequence[str]], length: int) -> str:
@@ -64,17 +54,18 @@ def rows_to_text(rows: Iterable[Sequence[str]], length: int) -> str:
     """
     rows = [row for row in rows if any(cell.strip() for cell in row)]
     titles = _titles(rows)
-    rows = rows[len(titles) :]
-    names = [" ".join(name.split()) for name in rows[0]] if rows else []
-    if len(rows) == 1:
-        return "\n\n".join([*titles, ", ".join(names)])
+    names, *lines = [[" ".join(cell.split()) for cell in row] for row in rows[len(titles) :]] or [
+        []
+    ]
+    if not lines:
+        return "\n\n".join(filter(None, [*titles, ", ".join(names)]))
     records = (
         [
-            (_shortened(name) or f"column {number}", " ".join(cell.split()))
-            for number, (cell, name) in enumerate(zip_longest(row, names, fillvalue=""), 1)
-            if cell.strip()
+            (_shortened(name) or f"column {number}", cell)
+            for number, (cell, name) in enumerate(zip_longest(line, names, fillvalue=""), 1)
+            if cell
         ]
-        for row in rows[1:]
+        for line in lines
     )
     long_names = [name for name in names if len(name) > _LONGEST_NAME]  # whole, once
     return _paragraphs(chain([[("", text)] for text in [*titles, *long_names]], records), length)

@@ -21,7 +21,7 @@ from benchmarks.families import (
     scan,
     tiny_decoder,
 )
-from cachecraft_rag.model.decoder import layout_of
+from cachecraft_rag.model.checkpoint import layout_of
 from cachecraft_rag.vllm.options import VLLMOptions
 from cachecraft_rag.vllm.plugin import ARCHITECTURES
 from cachecraft_rag.vllm.refusals import refusal

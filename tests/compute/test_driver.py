@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -133,7 +134,7 @@ def test_a_probe_runs_its_layers_before_the_last_pass_does(
     plan = Plan(
         (
             SegmentPlan("exact"),
-            *[SegmentPlan("reused", recompute=(3,))] * 2,
+            *[SegmentPlan("reused", recompute=np.array([3]))] * 2,
             SegmentPlan("computed"),
         )
     )

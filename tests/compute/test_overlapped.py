@@ -447,14 +447,16 @@ def probe_of(chunks: Sequence[int] = (1, 2, 3), in_full: Sequence[int] = ()) -> 
         assert list(seen) == list(chunks)
         plans = [SegmentPlan("exact"), *[SegmentPlan("reused")] * 3, SegmentPlan("computed")]
         for index in in_full:
-            plans[index] = SegmentPlan("reused", recompute=tuple(range(150)))
+            plans[index] = SegmentPlan("reused", recompute=np.arange(150))
         for index, scores in seen.items():
             assert np.isfinite(scores).all()
             lost = rows.offsets(index, RowReason.COMPUTED_INSTEAD, RowReason.NEW).tolist()
             recomputed = rows.offsets(index, RowReason.RECOMPUTED)
             done = recomputed[rows.done[rows.span(index)][recomputed]].tolist()
             free = [token for token in np.argsort(-scores).tolist() if token not in lost]
-            plans[index] = SegmentPlan("reused", recompute=tuple(sorted({*free[:15], *done})))
+            plans[index] = SegmentPlan(
+                "reused", recompute=np.array(sorted({*free[:15], *done}), np.int64)
+            )
         return Plan(tuple(plans))
 
     return ProbeRequest(QUESTION, choose)

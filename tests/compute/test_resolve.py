@@ -187,7 +187,7 @@ def test_what_is_in_memory_is_resident_and_the_rest_is_to_be_loaded(shelf: Shelf
         assert list(resolved.job.captures) == [0, 1, 3]
         assert list(resolved.job.reused) == [2]
         rows, chosen = resolved.job.rows, resolved.plan.segments[2].recompute
-        assert chosen
+        assert len(chosen)
         assert marks(rows, RowReason.RECOMPUTED) == [108 + offset for offset in chosen]
         assert marks(rows, RowReason.NEW) == list(range(198, 230))
         assert (resolved.job.drift, resolved.job.loading) == (CONFIG.drift, CONFIG.loading)
@@ -195,7 +195,11 @@ def test_what_is_in_memory_is_resident_and_the_rest_is_to_be_loaded(shelf: Shelf
 
 def test_rows_are_those_of_the_plan() -> None:
     plan = Plan(
-        (SegmentPlan("exact"), SegmentPlan("reused", recompute=(1, 2)), SegmentPlan("computed"))
+        (
+            SegmentPlan("exact"),
+            SegmentPlan("reused", recompute=np.array([1, 2])),
+            SegmentPlan("computed"),
+        )
     )
     # without variants: a variant is what keeps a segment from being computed
     rows = rows_of(plan, [0, 2, 6, 8])
@@ -231,7 +235,7 @@ def test_a_lost_variant_gives_way_to_the_next_best(shelf: Shelf) -> None:
     with closing(shelf.resolve()) as resolved:
         planned = resolved.plan.segments[1]
         assert (planned.outcome, planned.variant) == ("reused", second)
-        assert planned.recompute
+        assert len(planned.recompute)
         assert [stored.variant for stored, _ in resolved.to_load] == [second]
 
 
@@ -379,7 +383,7 @@ def test_nothing_of_the_last_chunk_is_loaded_if_it_is_recomputed_in_full(
     config = ReuseConfig(selector=selector, nearest_share=0.35)
     with closing(shelf.resolve(PRIVATE, config)) as resolved:
         last = resolved.plan.segments[3]
-        assert (last.in_full, last.recompute) == (True, tuple(range(20)))
+        assert (last.in_full, last.recompute.tolist()) == (True, [*range(20)])
         assert loaded_names(resolved) == ["system", "a", "b"]
         assert resolved.job.unread == {3}
         assert resolved.tiers.keys() == {variants[name].variant_id for name in ("system", "a", "b")}
@@ -622,17 +626,17 @@ def test_what_was_computed_because_that_was_faster_says_so(
     )
     plan = executed_plan(planned, loads, result)
     a, b = plan.segments[1:3]
-    assert (a.outcome, a.reason, a.variant, a.recompute) == (
+    assert (a.outcome, a.reason, a.variant, a.recompute.tolist()) == (
         "computed",
         Reason.COMPUTED_FASTER,
         None,
-        (),
+        [],
     )
     assert (b.outcome, b.reason, b.not_loaded) == ("reused", Reason.COMPUTED_FASTER, 12)
     assert b.variant == planned.plan.segments[2].variant
-    assert b.recompute == tuple(
+    assert b.recompute.tolist() == [
         offset for offset in planned.plan.segments[2].recompute if offset >= 12
-    )
+    ]
     assert captured_segments(result) == [0, 2, 3]  # a was computed, but the very same is stored
 
 
@@ -641,14 +645,14 @@ def test_a_plan_that_a_probe_made_is_the_one_that_went(
 ) -> None:
     planned, loads = resolved
     segments = list(planned.plan.segments)
-    segments[2] = replace(segments[2], recompute=(1, 50))
+    segments[2] = replace(segments[2], recompute=np.array([1, 50]))
     result = result_of(
         planned,
         planned.job.rows.mark([109], RowReason.COMPUTED_INSTEAD),
         plan=Plan(tuple(segments)),
     )
     plan = executed_plan(planned, loads, result)
-    assert plan.segments[2].recompute == (50,)
+    assert plan.segments[2].recompute.tolist() == [50]
     assert plan.segments[2].not_loaded == 1
 
 

@@ -17,7 +17,8 @@ from cachecraft_rag.cli.app import app
 from cachecraft_rag.engine.settings import known_settings, load_settings
 from cachecraft_rag.engine.trust import needs_trust
 from cachecraft_rag.errors import ModelNotFoundError
-from cachecraft_rag.model.decoder import Decoder, config_of
+from cachecraft_rag.model.checkpoint import config_of
+from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.retrievers.embeddings import Embedder
 
 STRANGERS = """
@@ -214,7 +215,7 @@ def test_versions_of_sentence_transformers_that_run_a_folders_code_are_not_allow
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
     assert any(
         requirement.startswith("sentence-transformers>=6")
-        for requirement in project["project"]["dependencies"]
+        for requirement in project["project"]["optional-dependencies"]["retrieval"]
     )
 
 

@@ -16,6 +16,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from datetime import date
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -267,6 +268,49 @@ def test_the_verdict_says_whether_the_answer_is_the_same_without_reuse() -> None
     assert "the answer is: <q>It lasts &lt;b&gt;30 days&lt;/b&gt;.</q>" in page
 
 
+def turn_of(answer: Answer, name: str, *, full_ttft_s: float | None = None) -> Any:
+    from streamlit_conversations import Turn
+
+    stats = replace(answer.stats, request_id=name)
+    return Turn("How?", {}, replace(answer, stats=stats), full_ttft_s=full_ttft_s, whole=True)
+
+
+def test_the_day_s_savings_are_of_what_was_timed_and_audited() -> None:
+    from streamlit_savings import Savings, strip
+
+    days = [date(2026, 11, 29)]
+    savings = Savings(lambda: days[0])
+    nothing = savings.totals(lambda _: None)
+    assert strip(nothing) == ""
+    savings.add(turn_of(MIXED, "one"))
+    savings.add(turn_of(MIXED, "one", full_ttft_s=1.25))  # once it is timed
+    savings.add(turn_of(MIXED, "two"))
+    same = Audit("a" * 32, 0.0, 9, (), 0, 0.0, 40, "question", 0.2, "primed", {"reused": 3})
+    audits = {"one": same}
+    totals = savings.totals(audits.get)
+    assert (totals.questions, totals.timed, totals.saved_s) == (2, 1, 1.0)
+    assert totals.tokens_reused == 2 * MIXED.stats.tokens_reused
+    assert (totals.same, totals.audited) == (1, 1)
+    assert savings.totals(lambda _: None).audited == 1  # an engine forgets old audits
+    shown = strip(totals)
+    assert "<strong>2</strong><span>questions today" in shown
+    assert "<strong>1.00 s</strong><span>saved in 1 timed" in shown
+    assert "<strong>1</strong><span>of 1 audited answers equal full prefill" in shown
+    days[0] = date(2026, 11, 30)
+    assert savings.totals(audits.get).questions == 0
+
+
+def test_a_plan_says_what_became_of_each_passage_and_why() -> None:
+    from streamlit_savings import plan
+
+    shown = plan(turn_of(MIXED, "one"), 3)
+    rows = re.findall(r"<tr>(<td>.*?)</tr>", shown)
+    assert [re.search(r"<b>(\d)</b>", row)[1] for row in rows] == ["3", "2", "5", "1", "4"]  # type: ignore[index]
+    assert "<td>160</td><td>40</td><td>0</td><td>disk</td>" in rows[1]
+    assert "the prompt was full" in rows[4]
+    assert "first token after 0.25 s" in shown
+
+
 def test_a_document_cannot_put_elements_into_the_page() -> None:
     from streamlit_picture import markdown_safe, prompt_bar, sources
 
@@ -352,9 +396,11 @@ def visit(store_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Open:
     monkeypatch.setenv("CACHECRAFT_STORE", str(store_folder))
     monkeypatch.delenv("CACHECRAFT_MODEL", raising=False)
 
-    def opened(key: str = "") -> AppTest:
+    def opened(key: str = "", plan: str = "") -> AppTest:
         app = AppTest.from_file(str(APP), default_timeout=300)
         app.query_params["c"] = key
+        if plan:
+            app.query_params["plan"] = plan
         app.run()
         assert not app.exception
         return app
@@ -440,6 +486,19 @@ def test_from_an_empty_page_to_reused_tokens(
     assert "cc-host" not in first
     assert newest.count('class="cc-source"') == 2
     assert 'class="cc-all" open' in newest
+
+    (today,) = [element.value for element in app.html if 'class="cc-today"' in element.value]
+    assert "<strong>2</strong><span>questions today" in today
+    assert "saved in 1 timed" in today
+    (link,) = [note.value for note in app.markdown if "&plan=2" in note.value]
+    key = app.query_params["c"]
+    assert link == f"[Plan of this answer](?c={key}&plan=2)"
+    shown = visit(key, plan="2")
+    assert not shown.chat_input
+    (table,) = [element.value for element in shown.html if 'class="cc-plan"' in element.value]
+    assert "<td>host</td>" in table
+    shown.button(key="back").click().run()
+    assert len(pictures(shown)) == 2
 
     again = visit(app.query_params["c"])  # a reload
     assert [turn.question for turn in again.session_state.turns] == [*QUESTIONS]
@@ -950,6 +1009,13 @@ def test_the_main_story_in_a_browser(chrome: Chrome, page: str, tmp_path: Path) 
     timed(1)
     ask_here(QUESTIONS[1])
     timed(2)
+
+    wait_for(lambda: "questions today" in one(".cc-today").text)
+    plans = [link for link in all_of("a") if "&plan=" in str(link.get_attribute("href"))]
+    assert all(
+        urlsplit(link.get_attribute("href")).netloc == urlsplit(page).netloc for link in plans
+    )
+    assert {link.text for link in plans} == {"Plan of this answer"}
 
     def reuses() -> list[bool]:
         """For each picture of a prompt, the newest first: True if it shows tokens from memory."""

@@ -238,7 +238,7 @@ def test_what_a_lossy_codec_kept_is_never_exact_and_needs_no_fixing(codec: str) 
         )
         assert found.reason == Reason.LOSSY_CODEC
         assert codec in explain(found.reason, found.detail)
-        assert with_selection(Plan((found,)), {}, config).segments[0].recompute == ()
+        assert with_selection(Plan((found,)), {}, config).segments[0].recompute.tolist() == []
     chain = [dataclasses.replace(one, codec=codec) for one in stored_chain("a", "b")]
     assert plan_of(prompt_of("a", "b"), chain, SET) == [("reused", one) for one in chain]
 
@@ -247,7 +247,8 @@ def test_with_everything_recomputed_what_a_lossy_codec_kept_is_too() -> None:
     exactly = ReuseConfig(recompute_ratio=1.0)
     found = plan_last(prompt_of("a", "c"), variant("c", "a", codec="int8"), config=exactly)
     assert found.to_fix
-    assert with_selection(Plan((found,)), {}, exactly).segments[0].recompute == tuple(range(10))
+    (chosen,) = with_selection(Plan((found,)), {}, exactly).segments
+    assert chosen.recompute.tolist() == list(range(10))
     assert plan_last(prompt_of("a", "c"), variant("c", "a"), config=exactly).outcome == "exact"
 
 
@@ -321,32 +322,32 @@ def test_a_lost_variant_gives_way_to_the_next_and_then_to_its_reason() -> None:
 # -- tokens to recompute ----------------------------------------------------------------------------------------------
 
 
-def selected(found: SegmentPlan, scores: Any = None, **config: Any) -> tuple[int, ...]:
+def selected(found: SegmentPlan, scores: Any = None, **config: Any) -> list[int]:
     assert found.variant is not None
     known = {
         found.variant.variant_id: scores if isinstance(scores, TokenScores) else TokenScores(scores)
     }
     settings = ReuseConfig(**{"alpha": 0.25} | config)
-    return with_selection(Plan((found,)), known, settings).segments[0].recompute
+    return with_selection(Plan((found,)), known, settings).segments[0].recompute.tolist()
 
 
 def test_the_budget_is_rounded_up() -> None:
     scores = np.arange(10, dtype=np.float32)
     reused = SegmentPlan("reused", variant=variant("c", "a"), cfo=0.21)
-    assert selected(reused, scores) == (7, 8, 9)
-    assert selected(dataclasses.replace(reused, cfo=0.2), scores) == (8, 9)
-    assert selected(dataclasses.replace(reused, cfo=0.0), scores) == ()
-    assert selected(dataclasses.replace(reused, cfo=1e-9), scores) == (9,)
+    assert selected(reused, scores) == [7, 8, 9]
+    assert selected(dataclasses.replace(reused, cfo=0.2), scores) == [8, 9]
+    assert selected(dataclasses.replace(reused, cfo=0.0), scores) == []
+    assert selected(dataclasses.replace(reused, cfo=1e-9), scores) == [9]
 
 
 def test_a_fixed_ratio_replaces_the_overhead_but_leaves_exact_chunks_alone() -> None:
     reused = SegmentPlan("reused", variant=variant("c", "a"), cfo=0.9)
     assert len(selected(reused, recompute_ratio=0.15)) == 2
-    assert selected(reused, recompute_ratio=0.0) == ()
+    assert selected(reused, recompute_ratio=0.0) == []
     assert len(selected(reused, recompute_ratio=1.0)) == 10
     assert (
         selected(SegmentPlan("exact", variant=variant("c", "a"), cfo=0.0), recompute_ratio=0.5)
-        == ()
+        == []
     )
 
 
@@ -360,13 +361,14 @@ def test_a_partly_recomputed_chunk_says_how_much_of_it_was_chosen_and_by_what() 
         "3 of 10 tokens recomputed, chosen by the selector 'leading'"
     )
     (kept,) = with_selection(plan, {}, dataclasses.replace(config, recompute_ratio=0.0)).segments
-    assert (kept.reason, kept.detail, kept.recompute) == (Reason.REUSED, "", ())
+    assert (kept.reason, kept.detail, len(kept.recompute)) == (Reason.REUSED, "", 0)
 
 
 def test_without_token_scores_the_leading_tokens_are_recomputed() -> None:
     reused = SegmentPlan("reused", variant=variant("c"), cfo=0.3)
-    assert selected(reused, None) == (0, 1, 2)
-    assert with_selection(Plan((reused,)), {}, ReuseConfig()).segments[0].recompute == (0, 1)
+    assert selected(reused, None) == [0, 1, 2]
+    (chosen,) = with_selection(Plan((reused,)), {}, ReuseConfig()).segments
+    assert chosen.recompute.tolist() == [0, 1]
 
 
 def test_without_an_alpha_every_chunk_recomputes_the_same_share() -> None:
@@ -511,7 +513,7 @@ def test_set_cache_prefers_the_same_order_and_needs_the_whole_chain() -> None:
 def test_set_cache_recomputes_nothing() -> None:
     variants = stored_chain("a", "b")
     plan = make_plan(prompt_of("b", "a"), {v.key.chunk_id: [v] for v in variants}, SET)
-    assert all(not planned.recompute for planned in with_selection(plan, {}, SET).segments)
+    assert all(not len(planned.recompute) for planned in with_selection(plan, {}, SET).segments)
 
 
 def in_full_of(prompt: Prompt, stored: dict[str, list[Variant]], config: ReuseConfig) -> list[bool]:
@@ -582,8 +584,8 @@ def test_presets_for_comparisons_reuse_in_prompts_of_any_length() -> None:
 def test_tokens_that_are_computed_anyway_are_not_recomputed_in_full() -> None:
     config = ReuseConfig(recompute_ratio=0.1, nearest_share=1.0)
     plan = make_plan(prompt_of("a", "b"), moved("a", "b"), config)
-    chosen = with_selection(plan, {}, config, excluded={2: frozenset({0, 3})})
-    assert chosen.segments[2].recompute == (1, 2, 4, 5, 6, 7, 8, 9)
+    chosen = with_selection(plan, {}, config, excluded={2: np.array([0, 3])})
+    assert chosen.segments[2].recompute.tolist() == [1, 2, 4, 5, 6, 7, 8, 9]
 
 
 # -- focus ------------------------------------------------------------------------------------------------------------
@@ -621,9 +623,10 @@ def test_chunks_out_of_focus_recompute_nothing_and_save_their_budgets() -> None:
 def test_with_the_probes_rule_the_last_chunk_recomputes_nothing_out_of_focus() -> None:
     config = dataclasses.replace(FOCUSED, nearest_share=1.0)
     away = after_probe(config).segments[5]
-    assert (away.recompute, away.spared, away.reason) == ((), 10, Reason.UNFOCUSED)
+    assert (len(away.recompute), away.spared, away.reason) == (0, 10, Reason.UNFOCUSED)
     near = after_probe(config, focus=FOCUS | {5: 4.0}).segments[5]
-    assert (near.recompute, near.spared, near.reason) == (tuple(range(10)), 0, Reason.NEAREST)
+    assert near.recompute.tolist() == list(range(10))
+    assert (near.spared, near.reason) == (0, Reason.NEAREST)
 
 
 @pytest.mark.parametrize(
@@ -650,11 +653,11 @@ def test_with_few_chunks_nothing_is_spared() -> None:
 
 def test_what_the_question_must_not_shape_is_recomputed_out_of_focus_too() -> None:
     plan = after_probe(FOCUSED, probed={index: SEEN[index] for index in (2, 3, 4, 5)})
-    assert plan.segments[1].recompute
+    assert len(plan.segments[1].recompute)
     assert [planned.spared for planned in plan.segments] == [0, 0, 0, 0, 2, 2, 0]
 
 
 def test_tokens_recomputed_before_the_probe_stay_and_are_not_counted_as_spared() -> None:
-    plan = after_probe(FOCUSED, recomputed={1: frozenset({4})})
-    assert (plan.segments[1].recompute, plan.segments[1].spared) == ((4,), 1)
+    plan = after_probe(FOCUSED, recomputed={1: np.array([4])})
+    assert (plan.segments[1].recompute.tolist(), plan.segments[1].spared) == ([4], 1)
     assert plan.segments[1].reason is Reason.FIXED

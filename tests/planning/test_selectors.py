@@ -60,7 +60,7 @@ def test_sharing_spends_the_same_budget(chunks: list[list[float]], ratio: float,
 
 def test_what_is_done_is_not_chosen_again() -> None:
     facts = [facts_of([0.9, 0.8, 0.7, 0.6]), facts_of([0.5, 0.4])]
-    excluded = [frozenset({0, 1}), frozenset({0})]
+    excluded = [np.array([0, 1]), np.array([0])]
     own = select(facts, [1, 1], SELECTORS["cache_craft"], excluded=excluded)
     assert [chosen.tolist() for chosen in own] == [[2], [1]]
     # Both budgets are half a chunk.
@@ -72,7 +72,7 @@ def test_what_is_done_is_not_chosen_again() -> None:
 
 def test_what_one_chunk_has_overspent_the_others_do_without() -> None:
     facts = [facts_of([0.9, 0.8, 0.7, 0.6]), facts_of([0.5, 0.4, 0.3, 0.2])]
-    excluded = [frozenset({0, 1, 2}), frozenset()]
+    excluded = [np.array([0, 1, 2]), np.empty(0, np.int64)]
     shared = select(
         facts,
         [2, 2],

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from cachecraft_rag.errors import ConfigError, ContextLengthError
-from cachecraft_rag.prompt.builder import PromptBuilder, Turn
+from cachecraft_rag.prompt.builder import SEGMENT_BYTES, PromptBuilder, Turn
+from cachecraft_rag.prompt.safe_tokenizer import PlainTokenizer
 from cachecraft_rag.types.documents import Chunk, chunk_id_of
 from cachecraft_rag.types.prompts import Prompt, Segment
 
@@ -115,11 +116,50 @@ def test_a_chunks_ids_do_not_depend_on_its_neighbours(
     byte_tokenizer: Any, texts: Sequence[str]
 ) -> None:
     prompts = builder(byte_tokenizer)
-    alone = {text: prompts.build("Why?", chunks(text)).segments[1].token_ids for text in texts}
-    together = prompts.build("What else?", chunks(*texts))
-    assert [segment.token_ids for segment in together.segments[1:-1]] == [
-        alone[text] for text in texts
-    ]
+    alone = {text: prompts.build("Why?", chunks(text)).segments[1] for text in texts}
+    # a new builder, because this one knows the chunks
+    together = builder(byte_tokenizer).build("What else?", chunks(*texts))
+    assert list(together.segments[1:-1]) == [alone[text] for text in texts]
+
+
+def tokenised(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The texts of documents and users that are tokenised from now on."""
+    texts: list[str] = []
+    before = PlainTokenizer.ids
+
+    def ids(self: PlainTokenizer, text: str) -> list[int]:
+        texts.append(text)
+        return before(self, text)
+
+    monkeypatch.setattr(PlainTokenizer, "ids", ids)
+    return texts
+
+
+def test_a_known_chunk_is_not_tokenised_again(
+    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = builder(tokenizer)
+    first = prompts.build("Why?", chunks("Kettle.", "Toaster."))
+    texts = tokenised(monkeypatch)
+    second = prompts.build("Where?", chunks("Toaster.", "Mixer.", "Kettle."))
+    assert any("Mixer." in text for text in texts)
+    assert not any("Kettle." in text or "Toaster." in text for text in texts)
+    assert second.segments[3] == first.segments[1]
+    assert second.segments[1] == first.segments[2]
+
+
+def test_chunks_that_were_not_used_for_long_are_tokenised_again(
+    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = builder(tokenizer)
+    monkeypatch.setattr("cachecraft_rag.prompt.builder.KNOWN_BYTES", 4 * SEGMENT_BYTES)
+    for name in ("Kettle.", "Toaster.", "Kettle.", "Mixer.", "Oven."):
+        prompts.build("Why?", chunks(name))
+    texts = tokenised(monkeypatch)
+    for name in ("Kettle.", "Toaster."):
+        prompts.build("Why?", chunks(name))
+    assert not any("Kettle." in text for text in texts)
+    assert any("Toaster." in text for text in texts)
 
 
 @pytest.mark.parametrize(

@@ -457,7 +457,7 @@ def test_prompts_of_any_kind_keep_their_tokens_and_name_equal_segments_alike(
             prompt, (), recognise=engine.recogniser(session), private=session is not None
         )
         assert built.token_ids == engine.prompts.build(prompt, ()).token_ids
-        assert len({(one.segment_id, one.token_ids) for one in built.segments}) == len(
+        assert len({(one.segment_id, one.tokens_digest) for one in built.segments}) == len(
             {one.segment_id for one in built.segments}
         )
         kinds = [one.kind for one in built.segments]

@@ -2,6 +2,7 @@ import codecs
 import io
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from pypdf.generic import (
 
 from cachecraft_rag.errors import DocumentError
 from cachecraft_rag.retrievers.folders import list_files
-from cachecraft_rag.retrievers.reading.documents import SUFFIXES, SourceFile, parsing
+from cachecraft_rag.retrievers.reading.documents import SUFFIXES, SourceFile, parsing, read_text
 from cachecraft_rag.retrievers.reading.limited_reader import LimitedReader
 from cachecraft_rag.types.documents import Document
 
@@ -53,9 +54,17 @@ def written(folder: Path, name: str, content: str | bytes) -> Path:
     return path
 
 
+READER = LimitedReader()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_reading_process() -> Iterator[None]:
+    with READER:
+        yield
+
+
 def read_document(path: Path) -> Document:
-    with LimitedReader() as reader:
-        return reader.read(SourceFile(path, path.name), path.read_bytes())
+    return READER.read(SourceFile(path, path.name), path.read_bytes())
 
 
 def doc_ids(path: Path) -> list[str]:
@@ -539,20 +548,13 @@ ELEMENTS = (
 @pytest.mark.parametrize("form", ["<{0}>x", "<{0}>x</{0}>"], ids=["open", "closed"])
 def test_html_of_a_repeated_element_takes_linear_time(tmp_path: Path, name: str, form: str):
     def cpu_seconds(count: int) -> float:
-        page = written(tmp_path, "page.html", "<table><tr>" + form.format(name) * count)
+        page = "<table><tr>" + form.format(name) * count
         began = time.process_time()
-        read_document(page)
+        read_text(Path("page.html"), page.encode())
         return time.process_time() - began
 
     # Four times the input: linear code takes 4 times as long, quadratic code 16 times. The best of several tries.
     assert any(cpu_seconds(8000) < 9 * cpu_seconds(2000) for _ in range(8))
-
-
-def test_html_that_closes_too_many_tags_too_deep_is_refused(tmp_path: Path):
-    with pytest.raises(
-        DocumentError, match=r"page\.html: cannot be read: its tags are nested more than \d+ deep"
-    ):
-        text_of_html(tmp_path, "<div>" * 100_000 + "</b>" * 100_000)
 
 
 def test_html_of_scripts_alone_holds_no_text(tmp_path: Path):
@@ -670,5 +672,5 @@ def test_a_file_larger_than_any_that_is_read_is_refused(
 @pytest.mark.parametrize("keep", [0, 9, 200, 600])
 def test_pdf_that_was_cut_off_is_refused_or_read(tmp_path: Path, keep: int):
     path = written(tmp_path, "a.pdf", pdf_bytes("Some text")[:keep])
-    with pytest.raises(DocumentError, match=r"a\.pdf: (is damaged|holds no text)"):
+    with pytest.raises(DocumentError, match=r"a\.pdf: (cannot be read|holds no text)"):
         read_document(path)

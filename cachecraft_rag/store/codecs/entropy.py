@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cachecraft_rag.errors import ConfigError
+from cachecraft_rag.checks import from_extra
 from cachecraft_rag.store.codecs.base import Codec, finish, stretches
 from cachecraft_rag.types.kv_layout import KVLayout
 
@@ -48,12 +48,8 @@ class Entropy(Codec):
 
     def __init__(self) -> None:
         """Raises ConfigError when zstandard is not installed."""
-        try:
+        with from_extra("codecs", "The codec entropy"):
             import zstandard
-        except ImportError as error:
-            raise ConfigError(
-                "The codec entropy needs the package zstandard: pip install 'cachecraft-rag[codecs]'."
-            ) from error
         self._zstandard = zstandard
 
     def block_bytes(self, layout: KVLayout, tokens: int) -> None:

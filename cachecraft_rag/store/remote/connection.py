@@ -9,6 +9,7 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError, Future
 from typing import TypeVar
 
+from cachecraft_rag.checks import from_extra
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.store.closeable import Closeable
 from cachecraft_rag.store.remote.base import Backend
@@ -167,17 +168,14 @@ class Connection(Closeable):
 def _backend_of(config: RemoteConfig) -> Backend:
     """Return the backend for the URL."""
     try:
-        if config.scheme in REDIS_SCHEMES:
-            from cachecraft_rag.store.remote.redis_backend import RedisBackend
+        with from_extra("remote", "A remote"):
+            if config.scheme in REDIS_SCHEMES:
+                from cachecraft_rag.store.remote.redis_backend import RedisBackend
 
-            return RedisBackend(config)
-        from cachecraft_rag.store.remote.object_backend import ObjectBackend
+                return RedisBackend(config)
+            from cachecraft_rag.store.remote.object_backend import ObjectBackend
 
-        return ObjectBackend(config)
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"A remote needs the package {error.name!r}; type: pip install 'cachecraft-rag[remote]'"
-        ) from error
+            return ObjectBackend(config)
     except ConfigError:  # our own words, with no secret in them
         raise
     except (ValueError, TypeError) as error:

@@ -391,9 +391,8 @@ class Scheduling:
         )
 
     def _take_in(self, request: EngineRequest, message: object) -> Pending:
-        token_ids = request.prompt_token_ids or ()
         try:
-            ask = Ask.read(message, token_ids, self._settings.key)
+            ask = Ask.read(message, request.prompt_token_ids or (), self._settings.key)
         except CacheCraftError as error:
             return self._refused(request, str(error))
         reason = request_refusal(request, is_audit=ask.own_tokens > 1) or ask.left_to_server
@@ -402,7 +401,7 @@ class Scheduling:
         if len(ask.prompt.segments[-1].token_ids) < 2:
             return self._refused(request, "its question is a single token")
         salt = ask.cache_salt(self._settings.namespace)
-        identity = hash((salt, *token_ids))
+        identity = hash((salt, *(segment.tokens_digest for segment in ask.prompt.segments)))
         if not self._prefix_caching:
             return Pending(ask, digest=identity)
         divide_blocks(request, salt, shared=ask.instruction_tokens, block_size=self._block_size)

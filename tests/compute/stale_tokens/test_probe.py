@@ -52,9 +52,7 @@ class Chooser:
         self.seen, self.rows, self.focus = seen, rows, focus
         plans = list(PLAN.segments)
         for index, scores in seen.items():
-            plans[index] = SegmentPlan(
-                "reused", recompute=tuple(sorted(np.argsort(-scores)[:3].tolist()))
-            )
+            plans[index] = SegmentPlan("reused", recompute=np.sort(np.argsort(-scores)[:3]))
         return Plan(tuple(plans))
 
 
