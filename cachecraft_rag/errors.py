@@ -18,6 +18,7 @@ Every message says what to do next. A missing or corrupt chunk-cache is never an
 | situation | raised |
 | --- | --- |
 | an argument, option, setting or schema cannot be used | `ConfigError`, before a model runs where that is possible |
+| a package is not installed | `MissingPackageError`, whose message names the extra |
 | the store or the index was closed | `StoreError`, `IndexStoreError`; a second `close` does nothing |
 | an engine over HTTP was closed | `ServerError` |
 | an engine over vLLM was closed | `RuntimeError`; `CancelledError` if it was closed meanwhile |

@@ -230,9 +230,8 @@ def products(
     softcap: float | None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attend in one block by float32 products around a softmax; rejected: half precision rounds every score.
-
-    Without sinks, a row that sees no key of the block gets NaN.
+    """Attend in one block by float32 products around a softmax; NaN for a row that sees no key. Rejected: half
+    precision.
     """
     scores = masked_scores(q, k, block, scale=scale, softcap=softcap)
     weights = softmax_with_sinks(scores, q.shape[1], sinks)

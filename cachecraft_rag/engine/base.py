@@ -288,7 +288,7 @@ class AnswerEngine(ABC):
     def calibration_for(self, config: ReuseConfig) -> Calibration | None:
         """Return the engine's `calibration` if it decides how much is recomputed with these settings, else None.
 
-        They have no `recompute_ratio` and no `alpha`, and `Calibration.fits`.
+        It does if they leave ratio and α open, and `Calibration.fits` them.
         """
         calibration = self.calibration
         is_open = config.recompute_ratio is None and config.method.alpha is None
@@ -310,8 +310,7 @@ class AnswerEngine(ABC):
     def capture(self, prompt: Prompt, captures: Sequence[int], *, primed: bool) -> None:
         """Compute a prompt without a question, capture these segments (ascending), and wait for the store.
 
-        `primed` marks chunks captured after their neighbours. A capture that the store does not take is logged and
-        counted.
+        A capture that the store does not take is logged. `primed`: chunks are captured after their neighbours.
         """
         self._home.require()
         self.capabilities.require(Capability.CAPTURE)

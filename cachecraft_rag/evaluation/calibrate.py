@@ -302,7 +302,7 @@ class Validation(Closeable):
         return self._points[alpha]
 
     def finish(self) -> None:
-        """Report to `progress` that no further α will be tried: its total becomes what was measured. Returns None."""
+        """Report to `progress` that no further α will be tried: its total becomes the number measured."""
         self._run.total = len(self._questions) * len(self._points)
         self._run.show("")
 

@@ -69,7 +69,7 @@ class SourceBuilder:
         return number, passages.setdefault(text, len(passages))
 
     def ask(self, question: SourceQuestion) -> None:
-        """Add a question after the others; its places are not checked. Returns None."""
+        """Add a question after the others; its places are not checked."""
         self._questions.append(question)
 
     def source(self, *, passage_tokens: int = PASSAGE_TOKENS) -> QuestionFile:

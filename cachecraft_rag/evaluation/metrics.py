@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def normalised_words(text: str) -> list[str]:
-    """Return an answer's words as SQuAD's script compares them (Rajpurkar et al., 2016): no case, articles, signs.
+    """Return the words of an answer as SQuAD's evaluation script compares them (Rajpurkar et al., 2016).
 
     >>> normalised_words("The Rhine's  (upper) end, a lake.")
     ['rhines', 'upper', 'end', 'lake']

@@ -50,7 +50,7 @@ class ConversationRetriever(RunnableSerializable[dict[str, object], list[Documen
     def invoke(
         self, input: dict[str, object], config: RunnableConfig | None = None, **kwargs: Any
     ) -> list[Document]:
-        """Return the documents for the last message, best first; `kwargs` go to the retriever, but not by vector."""
+        """Return the documents for the last message, best first; `kwargs` go to a retriever, not to a vector search."""
         return self._call_with_config(self._retrieve, input, config, run_type="retriever", **kwargs)
 
     async def ainvoke(

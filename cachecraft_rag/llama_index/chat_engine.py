@@ -153,7 +153,7 @@ class CacheCraftChatEngine(BaseChatEngine, Closeable):
         return self.memory.get_all()
 
     def reset(self) -> None:
-        """Forget the conversation: empty the memory. Chunk-caches stay. Returns None. Errors of the memory pass."""
+        """Forget the conversation: empty the memory. Chunk-caches stay."""
         self.memory.reset()
 
     def close(self) -> None:

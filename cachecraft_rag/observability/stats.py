@@ -112,10 +112,7 @@ class RequestStats:
 
     @property
     def exact(self) -> bool:
-        """True if each chunk in the prompt was computed, recomputed as a whole, or exact, as in a full prefill.
-
-        False with a `focus_layer`, after `Reason.COMPUTED_LATE`, and without a server's report.
-        """
+        """True if each chunk in the prompt was computed, recomputed as a whole, or exact, as in a full prefill."""
         if self.focus_layer is not None:
             return False
         return all(_is_exact(chunk) for chunk in self.chunks)

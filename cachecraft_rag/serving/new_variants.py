@@ -106,10 +106,7 @@ class WantedVariants:
                 self._dropped[Dropped.FULL] += 1
 
     def best(self, among: Callable[[Candidate], bool] | None = None) -> Candidate | None:
-        """Return the candidate, `among` those that count, that would have saved the most tokens; it stays.
-
-        None while the budget is spent.
-        """
+        """Return the candidate that would have saved the most tokens; it stays. None while the budget is spent."""
         if self._allowance <= 0.0:
             return None
         return self.candidates.best(among)

@@ -127,8 +127,8 @@ class ChunkCacheStore(Closeable):
     def open(cls, root: str | Path, config: StoreConfig | None = None, **settings: Any) -> Self:
         """Open or create the store in the folder `root`; `settings` override fields of `config`.
 
-        Limits and a policy that are set are stored with the folder. A store of another version is moved to "set-aside",
-        with a warning. A folder that cannot be written is opened all the same, with a warning, see `read_only`.
+        Limits and a policy that are set are stored with the folder. A store of another version is moved to "set-aside";
+        a folder that cannot be written is opened `read_only`. Both log a warning.
         """
         check_path("root", root)
         check_kind("config", config, StoreConfig, optional=True)
@@ -466,10 +466,7 @@ class ChunkCacheStore(Closeable):
         return True
 
     def put(self, capture: Capture) -> Future[Variant | Unavailable]:
-        """Store a chunk-cache in the background; its future holds the variant, or why it was dropped.
-
-        The caller must not write to `capture.kv` again. `lookup` returns the variant after its row is committed.
-        """
+        """Store a chunk-cache, whose `kv` must not be written again, in the background; return its future."""
         self._home.require()
         check_kind("capture", capture, Capture)
         return self._writer.put(capture)

@@ -34,10 +34,7 @@ class Use(NamedTuple):
 
     @classmethod
     def of(cls, recomputed: float, tokens: int) -> Use:
-        """Return one use of a chunk of `tokens` tokens, of which the fraction `recomputed` (0 to 1) was computed again.
-
-        NaN counts as 1, because SQLite refuses it.
-        """
+        """Return one use of a chunk of `tokens` tokens, of which this fraction was recomputed; NaN counts as 1."""
         share = max(recomputed, 0.0) if recomputed <= 1.0 else 1.0
         return cls(1.0 / max(share, 1.0 / tokens), 1.0 - share)
 

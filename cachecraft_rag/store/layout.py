@@ -494,7 +494,7 @@ def in_range(values: torch.Tensor) -> bool:
 
 
 def _read_header(source: ByteSource, longest: int) -> tuple[Header, int]:
-    """Return the header and the offset of the data. Raises ValueError if the header is damaged, OSError."""
+    """Return the header of a source, and the offset of its data; ValueError if it is damaged."""
     first = bytearray(_ALIGNMENT)
     if source.nbytes < len(first):
         raise ValueError("file is truncated: it ends in its header")

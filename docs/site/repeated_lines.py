@@ -1,7 +1,7 @@
 """Report long docstring lines that occur twice: `python docs/site/repeated_lines.py`, part of `make lint`.
 
 It also prints the number of docstring lines per line of code, and of functions whose docstring is longer than their
-body; those without a statement (of protocols and other interfaces) do not count.
+body. Examples do not count for the latter, and neither do functions without a statement, as in protocols.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Docstrings:
 
     documentation  number of docstring lines
     code           number of lines with code, which are no docstring
-    longer         functions whose docstring is longer than their body
+    longer         functions whose docstring, up to its examples, is longer than their body
     places         long docstring line → the places where it is
     """
 
@@ -61,7 +61,7 @@ class Docstrings:
                 self._note(node, name)
                 if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.body[1:]:
                     body = (node.end_lineno or end) - end
-                    self.longer += end - first.lineno + 1 > body
+                    self.longer += _prose_lines(node) > body
         self.documentation += len(lines)
         self.code += len(_code_lines(source) - lines)
 
@@ -74,6 +74,13 @@ class Docstrings:
         for offset, line in enumerate(text.splitlines()):
             if len(line.strip()) >= LONG:
                 self.places[line.strip()].append(f"{name}:{node.body[0].lineno + offset}")
+
+
+def _prose_lines(node: _Documented) -> int:
+    """Return the number of lines of a docstring before its first example, quotes included."""
+    text = ast.get_docstring(node, clean=False) or ""
+    prose, example, _ = text.partition(">>> ")
+    return len((prose.rstrip() if example else text).splitlines())
 
 
 def _code_lines(source: str) -> set[int]:

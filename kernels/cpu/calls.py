@@ -159,7 +159,7 @@ def layer(run: Kernels, call: LayerCall, hidden: Tensor, rows: Sequence[LayerRow
 
 
 def rotate(run: Kernels, x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:
-    """Compute `rope.rotate` by the compiled kernel into `out`; shapes and dtypes are not checked. Returns None."""
+    """Compute `rope.rotate` by the compiled kernel into `out`; shapes and dtypes are not checked."""
     rows, heads, dim = x.shape
     turn = _Turn(
         x.data_ptr(), out.data_ptr(), x.stride(0), x.stride(1), out.stride(0), out.stride(1), heads

@@ -90,10 +90,7 @@ def server_of(tools: DocumentTools, *, folders: str, verbose: bool = False) -> M
 
 
 def serve_http(server: MCPServer[None], address: Address, listening: socket.socket) -> None:
-    """Serve streamable HTTP at `/mcp` on a socket until the process ends.
-
-    On this computer's own addresses the SDK refuses requests that name another host (DNS rebinding).
-    """
+    """Serve streamable HTTP at `/mcp`; on own addresses the SDK refuses other hosts' names (DNS rebinding)."""
     app = server.streamable_http_app(streamable_http_path=PATH, host=address.host)
     config = uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=GRACE_S)
     uvicorn.Server(config).run(sockets=[listening])

@@ -296,7 +296,7 @@ class LayerWise:
         return WaitCondition("nothing")
 
     def before_pass(self, split: LoadSplit, layers: int) -> WaitCondition:
-        """Wait for enough layers to compute without a gap (eq. 16); one while the rate of loading is 0."""
+        """Return the condition of the next pass: enough layers to compute without a gap (eq. 16)."""
         prefill_s = split.speed.seconds(split.rows) if split.speed.known else 0.0
         load_s = split.load_s if split.bytes_per_s > 0.0 else 0.0
         return WaitCondition(preload_depth(layers, prefill_s=prefill_s, load_s=load_s))
@@ -320,9 +320,10 @@ class Cake(LayerWise):
     computes_front = True
 
     def first_look(self, split: LoadSplit) -> WaitCondition:
-        """Wait before the first decision, unless the rate is settled, for everything: `first_look_s` at most.
+        """Return the condition of the first decision: nothing if the rate is settled, otherwise all.
 
-        Nor longer than `first_look_fraction` of the time to compute all that is left, if that is known.
+        That lasts `first_look_s` at most, and `first_look_fraction` of the time to compute all that is left, if that is
+        known.
         """
         if split.is_settled:
             return WaitCondition("nothing")
@@ -333,7 +334,7 @@ class Cake(LayerWise):
         )
 
     def before_pass(self, split: LoadSplit, layers: int) -> WaitCondition:
-        """Wait before a pass, if nothing is known or `LoadSplit.load_first`: then layer by layer from now on."""
+        """Return the condition of the next pass: a wait if nothing is known, or if `LoadSplit.load_first` says so."""
         if not (split.speed.known or split.is_settled):
             return WaitCondition("all soon", split.constants.settle_s)
         if split.load_first():

@@ -291,7 +291,7 @@ class Catalog:
     def shaped_by(
         self, chunk_ids: Collection[str], *, namespace: str | None
     ) -> list[Listed | DamagedRow]:
-        """Return the rows of these chunks, and of variants that one of them has shaped; None: in all namespaces.
+        """Return the rows of these chunks and of variants that one has shaped; `namespace` None means all.
 
         These were captured after it, or after a reused variant that it has shaped. It reads every row.
         """
