@@ -46,11 +46,15 @@ def test_a_chat_has_the_tokens_of_the_models_own_template(
     tokenizer = tokenizer_with(template, byte_tokenizer)
     bare = PromptBuilder(tokenizer, context_length=2048, system=system, bare=True)
     instruction = [{"role": "system", "content": system}] if system else []
+    searching = PromptBuilder(
+        tokenizer, context_length=2048, system=system, bare=True, search_system=True
+    )
     for turns in (TURNS, TURNS[-1:]):
         messages = [*instruction, *({"role": role, "content": text} for role, text in turns)]
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         expected = tokenizer(text, add_special_tokens=False)["input_ids"]
         assert ids_of(bare, turns) == expected
+        assert ids_of(searching, turns) == expected
 
 
 def test_control_tokens_in_a_chat_stay_text_and_in_a_text_control_the_model(
