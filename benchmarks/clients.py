@@ -5,8 +5,8 @@
     python benchmarks/clients.py                    # in the clients' environment, which needs nothing of this package
 
 Each library asks about three pages of the sample handbook, each time in another order and with another question: in the
-field `documents` where it can pass one on, else in its own kind of prompt. A page begins with the library's name, so
-none finds what another has sent. The shares come from the server's metrics.
+field `documents` where it can pass one on, else in its own kind of prompt. Each paragraph begins with the library's
+name, so none finds what another has sent. The shares come from the server's metrics.
 """
 
 import argparse
@@ -213,7 +213,7 @@ def settle(server: str) -> None:
 def shares(server: str, name: str, ask: Ask) -> Iterator[tuple[float, float]]:
     """Ask three times; yield the tokens of each prompt, and the share that was reused."""
     pages = [(HANDBOOK / f"{page}.md").read_text(encoding="utf-8")[:LETTERS] for page in PAGES]
-    texts = [f"Sent with {name}.\n\n{page.strip()}" for page in pages]
+    texts = [page.strip().replace("\n\n", f"\n\nSent with {name}. ") for page in pages]
     for place, question in enumerate(QUESTIONS):
         before = prompt_tokens(server)
         ask(f"{server}/v1", texts[place:] + texts[:place], question)

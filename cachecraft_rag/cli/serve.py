@@ -63,8 +63,7 @@ class ServerOptions:
                           chunk-caches of other clients; all
     reuse_plain_prompts   over vLLM, reuse passages that repeat in requests without documents too, see
                           docs/guides/any_application.md; the engine in this process always does
-    search_system         with reuse_plain_prompts: search the system message, too, for applications that put the
-                          context there; needs vLLM
+    search_system         search the system message of such requests, too, for applications that put the context there
     admin_key_file        file of keys, one on each line; prime and evict ask for one
     """
 
@@ -101,7 +100,7 @@ class ServerOptions:
     def require_local(self) -> None:
         """Raise ConfigError for an option that only vLLM has."""
         usual = ServerOptions()
-        for name in ("tensor_parallel_size", "max_model_len", "search_system"):
+        for name in ("tensor_parallel_size", "max_model_len"):
             if getattr(self, name) != getattr(usual, name):
                 raise ConfigError(
                     f"{flag_of(name)} needs vLLM: leave it out, or add --backend vllm"
@@ -155,6 +154,21 @@ def _chosen(*, is_local: bool, has_vllm: bool) -> str:
     return f"Serving with the engine in this process. vLLM, for many users on a GPU: {other}"
 
 
+def _say(text: str) -> None:
+    """Say something as JSON if all lines are, otherwise as lines that no terminal breaks: one is a command to copy."""
+    if _writes_json():
+        logging.getLogger("cachecraft_rag.server").info("%s", text)
+    else:
+        err.print(text, soft_wrap=True, markup=False, highlight=False)
+
+
+def _writes_json() -> bool:
+    from cachecraft_rag.observability.request_log import JsonFormatter
+
+    handlers = logging.getLogger("cachecraft_rag").handlers
+    return any(isinstance(handler.formatter, JsonFormatter) for handler in handlers)
+
+
 def _endpoint_settings(server: ServerOptions, plain_prompts: PlainPromptsMode) -> EndpointSettings:
     keys = () if server.admin_key_file is None else tuple(keys_in(server.admin_key_file))
     return EndpointSettings(
@@ -198,6 +212,7 @@ def _serve_here(
         port=server.port,
         api_keys=() if server.api_key is None else (server.api_key,),
         embeddings=settings["embeddings"] or BUNDLED_EMBEDDER,
+        say=_say,
     )
 
 
@@ -207,7 +222,6 @@ def _serve_with_vllm(
     from cachecraft_rag.vllm.versions import require_installed
 
     require_installed()  # the other imports take seconds
-    from cachecraft_rag.observability.request_log import JsonFormatter
     from cachecraft_rag.vllm.server.launch import serve as run
 
     for key, advice in _NOT_HERE.items():
@@ -217,7 +231,6 @@ def _serve_with_vllm(
     # no error: one file may be the clients', too
     for key in sorted(of_clients & settings.given().keys()):
         warn(f"{settings.entries[key].origin}: {key} has no effect here: clients decide it")
-    handlers = logging.getLogger("cachecraft_rag").handlers
     plain = server.reuse_plain_prompts or settings.given().get("reuse.plain_prompts") == "reuse"
     run(
         model,
@@ -225,5 +238,5 @@ def _serve_with_vllm(
         config=settings.engine_config(),
         endpoint=_endpoint_settings(server, "reuse" if plain else "off"),
         arguments=[*server.for_vllm(), *arguments],
-        json_logs=any(isinstance(handler.formatter, JsonFormatter) for handler in handlers),
+        json_logs=_writes_json(),
     )

@@ -57,6 +57,7 @@ _LINE_END = "\n"  # assumed before a segment in tokenisation
 _WORD = "The"  # assumed after it
 _CONTEXT_MARK = "\u27e6cachecraft-context\u27e7"
 _QUESTION_MARK = "\u27e6cachecraft-question\u27e7"
+_SYSTEM_MARK = "\u27e6cachecraft-system\u27e7"
 
 # "calls" holds calls of tools as JSON: [{"name": …, "arguments": {…}}]. "result" holds the result of one call; results
 # follow in the order of their calls.
@@ -173,6 +174,8 @@ class PromptBuilder:
             of the instruction: chunk-caches captured after other tools do not match.
         bare: write no words around the texts ("Context:", "Question:"), and no instruction if `system` is "": the
             layout of any other server, for applications that wrote the whole prompt.
+        search_system: with `bare`, search the instruction for captured texts, for applications that put the context
+            there: it is no part of the system segment then.
 
     Raises:
         ConfigError: the instruction holds a mark that this package uses itself; a tool is invalid, see
@@ -191,6 +194,7 @@ class PromptBuilder:
         best_last: bool = True,
         tools: Sequence[Tool] = (),
         bare: bool = False,
+        search_system: bool = False,
     ) -> None:
         if _CONTEXT_MARK in system or _QUESTION_MARK in system:
             raise ConfigError(
@@ -202,6 +206,7 @@ class PromptBuilder:
         self._best_last = best_last
         self._system_text = system
         self._bare = bare
+        self._search_system = bare and search_system and bool(system)
         self.tools = checked_tools(tools)
         self._has_warned = False
         self._known = _KnownSegments()
@@ -431,8 +436,11 @@ class PromptBuilder:
     def _cut(self, turns: Sequence[Turn]) -> tuple[str, list[_TemplatePart]]:
         """Render the template with marks; returns the text before the chunks and the parts after them."""
         messages, texts = self._marked(turns or [("user", "")])
-        before = "" if self._bare else "Context:\n"
-        messages[0]["content"] = f"{before}{_CONTEXT_MARK}{messages[0]['content']}"
+        if self._search_system:
+            texts.insert(0, _MarkedText(_SYSTEM_MARK, self._system_text, is_searched=True))
+        else:
+            before = "" if self._bare else "Context:\n"
+            messages[0]["content"] = f"{before}{_CONTEXT_MARK}{messages[0]['content']}"
 
         cuts = (rendering.partition(_CONTEXT_MARK) for rendering in self._renderings(messages))
         best = next(cuts)
@@ -522,28 +530,29 @@ class PromptBuilder:
         The second is the only one if the template has no system role (Gemma-2 raises, others ignore it). It is also
         needed if a template puts the instruction before the *last* user turn (Mistral), after the chunks.
         """
+        system = _CONTEXT_MARK + _SYSTEM_MARK if self._search_system else self._system_text
         if not getattr(self._tokenizer, "chat_template", None):
             start = self._tokenizer.bos_token or ""
             names = {"user": "", "assistant": "Answer: "}
-            lines = [self._system_text]
+            lines = [system]
             for message in messages:
                 lines.append(names[str(message["role"])] + str(message["content"]))
             yield start + "\n".join(lines) + "\nAnswer:"
             return
 
-        if self._bare and not self._system_text:
+        if self._bare and not system:
             yield self._refusing(messages)
             return
 
         # A template is code that came with the model: it may raise anything.
         try:
-            rendered = self._apply([{"role": "system", "content": self._system_text}, *messages])
+            rendered = self._apply([{"role": "system", "content": system}, *messages])
         except Exception:  # noqa: BLE001
             rendered = None
-        if rendered is not None and self._system_text.strip() in rendered:
+        if rendered is not None and system.strip() in rendered:
             yield rendered
 
-        messages[0]["content"] = f"{self._system_text}\n\n{messages[0]['content']}"
+        messages[0]["content"] = f"{system}\n\n{messages[0]['content']}"
         yield self._refusing(messages)
 
     def _refusing(self, messages: list[dict[str, object]]) -> str:

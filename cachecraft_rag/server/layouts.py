@@ -21,9 +21,12 @@ class Layouts:
         engine: its builder lays out requests with the server's own instruction and without tools.
         system: the server's instruction.
         best_last: see `PromptBuilder`.
+        search_system: see `PromptBuilder`.
     """
 
-    def __init__(self, engine: AnswerEngine, *, system: str, best_last: bool) -> None:
+    def __init__(
+        self, engine: AnswerEngine, *, system: str, best_last: bool, search_system: bool = False
+    ) -> None:
         self._prompts = engine.prompts
         self._system = system
         self._new_builder = partial(
@@ -31,6 +34,7 @@ class Layouts:
             engine.decoder.tokenizer,
             context_length=engine.decoder.context_length,
             best_last=best_last,
+            search_system=search_system,
         )
         self._kept = lru_cache(_KEPT_BUILDERS)(self._made)
         self._making = threading.Lock()

@@ -172,6 +172,26 @@ def test_texts_that_were_captured_as_documents_are_found_in_unmarked_prompts(
     assert off["prompt_tokens_details"]["cached_tokens"] < 64  # the template's beginning
 
 
+def test_the_context_in_a_system_message_is_found_where_the_server_searches_it(
+    serve: Serve,
+) -> None:
+    page = " ".join(f"Part {n} of the kettle is cleaned every {n} weeks." for n in range(20))
+
+    def shares(served: Served) -> list[float]:
+        served.chat(documents=[{"text": page}])
+        served.engine.settle()
+        found = []
+        for rules in ("Answer from this:", "Be brief. Answer from this:"):
+            turns = [{"role": "system", "content": f"{rules}\n\n{page}\n\n"}, *QUESTION]
+            usage = served.chat(messages=turns).json()["usage"]
+            cached = usage["prompt_tokens_details"]["cached_tokens"]
+            found.append(cached / usage["prompt_tokens"])
+        return found
+
+    assert min(shares(serve(settings={"search_system": True}))) > 0.5
+    assert max(shares(serve())) == 0
+
+
 def test_a_session_has_its_own_passages(serve: Serve) -> None:
     served = serve(settings={"session_header": "X-Mine"}, new_variants="idle")
     page = " ".join(f"Part {n} of the kettle is cleaned every {n} weeks." for n in range(24))

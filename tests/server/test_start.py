@@ -59,11 +59,15 @@ def folder(tiny_decoder: Callable[..., Decoder], tmp_path_factory: pytest.TempPa
 
 @contextmanager
 def serving(
-    model: Path | str, store: Path, *options: str, env: Mapping[str, str] | None = None
+    model: Path | str,
+    store: Path,
+    *options: str,
+    env: Mapping[str, str] | None = None,
+    log: tuple[str, ...] = ("--log-json",),
 ) -> Iterator[ServerProcess]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    command = [str(Path(sys.executable).with_name("cachecraft")), "--log-json", "serve", str(model)]
+    command = [str(Path(sys.executable).with_name("cachecraft")), *log, "serve", str(model)]
     command += ["--store", str(store), "--port", str(port), "--backend", "local", *options]
     process = subprocess.Popen(
         command,
@@ -137,6 +141,19 @@ def test_the_first_lines_say_which_engine_serves_and_how_to_ask(
         assert served.ended_by(signal.SIGTERM) == 0
 
 
+def test_the_first_request_can_be_copied_from_a_narrow_terminal(
+    folder: Path, tmp_path: Path
+) -> None:
+    with serving(folder, tmp_path / "store", env={"COLUMNS": "60"}, log=()) as served:
+        assert served.process.stderr is not None
+        command = ""
+        while not command.endswith("}'"):
+            command += served.process.stderr.readline().rstrip("\n") + "\n"
+            command = command if not command.endswith("}'\n") else command[:-1]
+        done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
+        assert json.loads(done.stdout)["usage"]["completion_tokens"] > 0
+
+
 @pytest.mark.slow
 def test_the_demo_model_reuses_documents_that_are_sent_a_third_time(
     demo_model: Path, handbook: Path, tmp_path: Path
@@ -172,7 +189,6 @@ def command(*arguments: str) -> str:
         (["--backend", "ollama"], "--backend"),
         (["--backend", "local", "-tp", "2"], "--tensor-parallel-size needs vLLM"),
         (["--backend", "local", "--max-model-len", "99"], "--max-model-len needs vLLM"),
-        (["--backend", "local", "--search-system"], "--search-system needs vLLM"),
         (["--backend", "local", "--client-settings", "some"], "client_settings"),
         (["--backend", "local", "--", "--enforce-eager"], "arguments after -- are vLLM's"),
     ],

@@ -141,7 +141,9 @@ class Answerer:
         self._settings = settings
         self._defaults = defaults
         self._ended = ended
-        self._layouts = Layouts(engine, system=system, best_last=best_last)
+        self._layouts = Layouts(
+            engine, system=system, best_last=best_last, search_system=settings.search_system
+        )
 
     def chat(self, body: Body, session: str | None, *, prefix: str = "chatcmpl-") -> Answer:
         """Return the answer to a chat request; the model has not started yet.

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any
 
 from cachecraft_rag.checks import check_flag, check_kind, check_mapping, check_names, check_text
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.prompt.tools import CallFormat, CallReader, Tool
-from cachecraft_rag.server.documents import UNSUPPORTED, Unsupported
+from cachecraft_rag.server.documents import UNSUPPORTED, ToolParameter, Unsupported
 from cachecraft_rag.server.response_input import messages_of
 from cachecraft_rag.server.wire import FIELD
 from cachecraft_rag.serving.sampling import SamplingParams
@@ -74,7 +74,8 @@ def _no(*values: object) -> Callable[[object], bool]:
 _NO_LOGPROBS = "this server gives no log-probabilities: leave it out"
 _NO_PENALTY = "answers are drawn without penalties: leave it out"
 _OLD_TOOLS = "write tools and tool_choice instead"
-_REFUSED: Unsupported = UNSUPPORTED | {
+_REFUSED: Unsupported = {
+    **UNSUPPORTED,
     "logprobs": (lambda value: value is None or value is False, _NO_LOGPROBS),
     "top_logprobs": (_one_of(0), _NO_LOGPROBS),
     "best_of": (_one_of(1), "ask once"),
@@ -123,14 +124,14 @@ def check_fields(body: Body, own: Collection[str]) -> None:
 class ChatFields(SimpleNamespace):
     """The fields of a chat request that `Asked.read` reads; documents are [] where there are none."""
 
-    documents: list[dict[str, object]]
+    documents: list[dict[str, object]] | None
     messages: Sequence[object]
-    tools: Sequence[Tool]
+    tools: Sequence[Tool | ToolParameter] | None
     tool_choice: object
     max_tokens: int | None
     max_completion_tokens: int | None
     cache_salt: str | None
-    model_extra: Mapping[str, object]
+    model_extra: Mapping[str, object] | None
 
 
 def chat_fields(body: Body) -> ChatFields:
@@ -294,13 +295,13 @@ def answer_schema(response_format: object) -> Mapping[str, Any] | None:
     """Return the JSON schema that `response_format` asks for; None for text. Raises ConfigError for another form."""
     if response_format is None:
         return None
-    kind = response_format.get("type") if isinstance(response_format, Mapping) else None
-    assert isinstance(response_format, Mapping) or kind is None
+    form: Mapping[str, Any] = response_format if isinstance(response_format, Mapping) else {}
+    kind = form.get("type")
     if kind == "text":
         return None
     if kind == "json_object":
         return {"type": "object"}
-    given = response_format.get("json_schema") if kind == "json_schema" else None
+    given = form.get("json_schema") if kind == "json_schema" else None
     schema = given.get("schema") if isinstance(given, Mapping) else None
     if not isinstance(schema, Mapping):
         raise ConfigError(
@@ -356,9 +357,6 @@ def includes_usage(body: Body) -> bool:
         )
     check_flag("include_usage", options.get("include_usage") or False)
     return bool(options.get("include_usage"))
-
-
-Kind = Literal["chat", "completion", "response"]
 
 
 def _check_count(name: str, value: object) -> None:

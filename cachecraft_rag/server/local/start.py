@@ -6,7 +6,7 @@ import logging
 import signal
 import socket
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,14 +31,14 @@ _CLOSING_S = 5
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
-@dataclass(frozen=True)
+@dataclass
 class Address:
     """Where a server listens, and what its clients need; see `ready.ServerArguments`."""
 
-    host: str
+    host: str | None
     port: int
     model: str
-    served_model_name: str
+    served_model_name: Sequence[str] | str | None = None
     api_key: Sequence[str] | None = None
     uds: str | None = None
     ssl_certfile: str | None = None
@@ -55,6 +55,7 @@ def serve(
     port: int,
     api_keys: Sequence[str] = (),
     embeddings: str,
+    say: Callable[[str], object] = logger.info,
 ) -> None:
     """Serve a model until the process is asked to end (SIGINT, SIGTERM), then store captures and return.
 
@@ -70,12 +71,13 @@ def serve(
         port: port to listen on; 0 takes a free one.
         api_keys: see `LocalServer`.
         embeddings: embedding model of `/v1/embeddings`, as in `Embedder`.
+        say: takes the text that says that the server is ready, with a first request.
 
     Raises ConfigError if the server cannot listen there, and what `Engine.from_pretrained` raises.
     """
     endpoint = replace(endpoint, root=str(store), model=model)
     with _ended_by_signals(), _listening(host, port) as listening:
-        address = Address(host, listening.getsockname()[1], model, model, tuple(api_keys) or None)
+        address = Address(host, listening.getsockname()[1], model, api_key=tuple(api_keys) or None)
         with Engine.from_pretrained(model, store=store, config=config) as engine:
             server = LocalServer(
                 engine,
@@ -87,7 +89,7 @@ def serve(
                 folder=_folder_of(model),
                 api_keys=api_keys,
                 only_local_names=host in _LOOPBACK and not api_keys,
-                ready=lambda: _announce(address),
+                ready=lambda: say(_ready(address)),
             )
             run(server, listening)
 
@@ -104,10 +106,8 @@ def run(server: LocalServer, listening: socket.socket) -> None:
     uvicorn.Server(config).run(sockets=[listening])
 
 
-def _announce(address: Address) -> None:
-    logger.info(
-        "Ready. A question with a document, for another terminal:\n%s", first_request(address)
-    )
+def _ready(address: Address) -> str:
+    return f"Ready. A question with a document, for another terminal:\n{first_request(address)}"
 
 
 def _folder_of(model: str) -> Path | None:

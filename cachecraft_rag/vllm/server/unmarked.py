@@ -44,6 +44,7 @@ from cachecraft_rag.prompt.unmarked import (
     segments_of,
     session_of,
 )
+from cachecraft_rag.server.wire import Message
 from cachecraft_rag.serving.request import Request
 from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store.background_writer import log_mistake
@@ -53,7 +54,6 @@ from cachecraft_rag.vllm.calls import EngineClient, RequestOutput
 from cachecraft_rag.vllm.messages import FIELD, Ask
 from cachecraft_rag.vllm.records import RecordingClient, Records, RequestParams, RequestRecord
 from cachecraft_rag.vllm.server.message_places import (
-    Message,
     Searched,
     TokenOffsets,
     locate_messages,
