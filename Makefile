@@ -43,12 +43,12 @@ app: $(VENV)/.app  ## Ask questions in the browser, and see how much each prompt
 screenshots: $(VENV)/.dev  ## Take the pictures of docs/guides/browser_app.md again (needs chromium and chromium-driver)
 	$(BIN)/python docs/site/screenshots.py
 
-check: $(VENV)/.dev  ## Lint and types on one core, on the other the tests that find most mistakes: three minutes
+check: $(VENV)/.dev  ## Lint, types, and the tests that find most mistakes, at once: three minutes on two cores
 	@$(MAKE) --no-print-directory -j 2 lint check-tests
 
 # tests/check.txt says which.
 check-tests: $(VENV)/.dev
-	OMP_NUM_THREADS=1 $(BIN)/pytest -q -m 'not slow' @tests/check.txt
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q $(PARALLEL) -m 'not slow' @tests/check.txt
 
 test: lint  ## Lint, then the tests, on two cores (TESTS_WORKERS)
 	$(BIN)/pytest $(PARALLEL) -m 'not slow'

@@ -281,7 +281,7 @@ class CacheCraft(Retriever, Closeable):
         _check_embeddings(embeddings)
         check_choice("backend", backend, ("transformers", "vllm"))
         return cls._over(
-            engine_loader(backend)(model, store=store, config=config, **options), store, embeddings
+            _engine_loader(backend)(model, store=store, config=config, **options), store, embeddings
         )
 
     @classmethod
@@ -605,3 +605,11 @@ def _check_embeddings(embeddings: object) -> None:
     """Raise ConfigError for what is neither a path or a name nor an embedding model."""
     if not hasattr(embeddings, "encode_query"):
         check_path("embeddings", embeddings)
+
+
+def _engine_loader(backend: str) -> Callable[..., AnswerEngine]:
+    if backend == "vllm":
+        from cachecraft_rag.vllm.engine import VLLMEngine
+
+        return VLLMEngine.from_pretrained
+    return engine_loader()

@@ -130,6 +130,26 @@ except SystemExit as ended:
     assert done.stdout.strip() != "0"
 
 
+def test_a_server_without_vllm_names_its_extra(tmp_path: Path) -> None:
+    code = """
+from cachecraft_rag.cli import main
+sys.argv = ["cachecraft", "serve", "demo", "--backend", "local", "--store", "s"]
+try:
+    main()
+except SystemExit as ended:
+    print(ended.code)
+"""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", BLOCK.format(names=("starlette", "uvicorn")) + code],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert "type: pip install 'cachecraft-rag[serve]'" in " ".join(done.stderr.split())
+    assert done.stdout.strip() == "2"
+
+
 def test_every_import_of_an_extra_is_in_the_extras_of_the_project() -> None:
     extras = PYPROJECT["project"]["optional-dependencies"]
     required = {

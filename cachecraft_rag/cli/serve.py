@@ -10,7 +10,7 @@ from typing import Annotated, Literal, cast, get_args
 
 import typer
 
-from cachecraft_rag.checks import check_choice, check_text, check_whole
+from cachecraft_rag.checks import check_choice, check_text, check_whole, from_extra
 from cachecraft_rag.cli.console import err
 from cachecraft_rag.cli.options import ENGINE_KEYS, quiet_libraries, takes, warn
 from cachecraft_rag.engine.settings import Settings, flag_of, known_settings
@@ -190,13 +190,9 @@ def _serve_here(
     server.require_local()
     if settings["metrics_port"] is not None:
         raise ConfigError(f"metrics_port has no effect here: {_NOT_HERE['metrics_port']}")
-    try:
+    with from_extra("serve", "A server"):
         import starlette  # noqa: F401
         import uvicorn  # noqa: F401
-    except ImportError as error:
-        raise ConfigError(
-            f"a server needs Starlette and uvicorn ({error}); type: pip install 'cachecraft-rag[serve]'"
-        ) from error
     quiet_libraries()
     from cachecraft_rag.retrievers.embeddings import BUNDLED_EMBEDDER
     from cachecraft_rag.server.local.start import serve as run

@@ -1,4 +1,4 @@
-"""The class of engine that a backend has, imported when it is asked for."""
+"""The engine in this process, imported when one is asked for: it needs torch, which a client may do without."""
 
 from __future__ import annotations
 
@@ -8,16 +8,8 @@ from cachecraft_rag.checks import from_extra
 from cachecraft_rag.engine.base import AnswerEngine
 
 
-def engine_loader(backend: str = "transformers") -> Callable[..., AnswerEngine]:
-    """Return `from_pretrained` of the engine of a backend: "transformers", in this process, or "vllm".
-
-    Raises MissingPackageError if torch is missing, as where only the client is installed.
-    """
+def engine_loader() -> Callable[..., AnswerEngine]:
+    """Return `Engine.from_pretrained`. Raises MissingPackageError without torch."""
     with from_extra("", "A model in this process"):
-        if backend == "vllm":
-            from cachecraft_rag.vllm.engine import VLLMEngine
-
-            return VLLMEngine.from_pretrained
         from cachecraft_rag.engine.engine import Engine
-
-        return Engine.from_pretrained
+    return Engine.from_pretrained

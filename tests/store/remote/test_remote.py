@@ -904,7 +904,7 @@ def test_without_the_library_it_says_what_to_type() -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
     assert done.stdout.count("pip install 'cachecraft-rag[remote]'") == 2
-    assert done.stdout.count("ConfigError") == 2
+    assert done.stdout.count("MissingPackageError") == 2
 
 
 def test_the_breaker_opens_waits_probes_and_closes() -> None:
