@@ -317,13 +317,13 @@ class OverlappedPrefill:
 
         # of each segment that the question may shape and the probe sees
         scores: dict[int, NDArray[np.floating]] = {}
+        is_computed = rows.having(RowReason.NEW, RowReason.COMPUTED_INSTEAD)
         for segment in self._job.reused:
             if rows.bounds[segment] < self._job.shared_until or segment in self._job.unread:
                 continue
-            segment_scores = attention[rows.span(segment)]
-            not_stored = rows.offsets(segment, RowReason.NEW, RowReason.COMPUTED_INSTEAD)
-            segment_scores[not_stored] = 0.0
-            scores[segment] = segment_scores
+            span = rows.span(segment)
+            scores[segment] = attention[span]
+            scores[segment][is_computed[span]] = 0.0
 
         mean = max(float(np.concatenate(list(scores.values())).mean()), 1e-30)
         plan = request.choose(
@@ -483,8 +483,8 @@ class OverlappedPrefill:
         for segment in ended:
             if segment in self._job.unread:
                 continue
-            not_done = np.flatnonzero(~rows.done[rows.span(segment)])
-            stale_chunks.append(StaleChunk(segment, _ranges(rows.bounds[segment] + not_done)))
+            not_done = rows.bounds[segment] + np.flatnonzero(~rows.done[rows.span(segment)])
+            stale_chunks.append(StaleChunk(segment, _ranges(not_done)))
         return DriftCorrection(stale_chunks, strength=self._job.drift, rotary=self._buffer.rotary)
 
     def _focus_observer(self) -> FocusObserver | None:
@@ -536,5 +536,7 @@ def _ranges(positions: NDArray[np.int64]) -> list[range]:
     """
     if not len(positions):
         return []
-    breaks = np.flatnonzero(np.diff(positions) != 1) + 1
-    return [range(int(part[0]), int(part[-1]) + 1) for part in np.split(positions, breaks)]
+    breaks = np.flatnonzero(positions[1:] - positions[:-1] != 1)
+    firsts = [int(positions[0]), *positions[breaks + 1].tolist()]
+    lasts = [*positions[breaks].tolist(), int(positions[-1])]
+    return [range(first, last + 1) for first, last in zip(firsts, lasts, strict=True)]

@@ -301,18 +301,19 @@ def _plan_with_probe(
     """Return the plan with tokens selected by the probe's scores, keeping those that are recomputed already."""
     recomputed: dict[int, Offsets] = {}
     excluded: dict[int, Offsets] = {}
+    is_selected = rows.having(RowReason.RECOMPUTED)  # [tokens], like the next two
+    is_settled = is_selected & rows.done
+    is_computed = rows.having(RowReason.NEW, RowReason.COMPUTED_INSTEAD)
     for index, planned in enumerate(plan.segments):
         if not planned.to_fix:
             continue
         span = rows.span(index)
-        selected = rows.offsets(index, RowReason.RECOMPUTED)
         if index in probed:
-            is_done = rows.done[span][selected]
-            recomputed[index] = selected[is_done]
-            excluded[index] = rows.offsets(index, RowReason.NEW, RowReason.COMPUTED_INSTEAD)
+            recomputed[index] = np.flatnonzero(is_settled[span])
+            excluded[index] = np.flatnonzero(is_computed[span])
         else:  # without new scores, the segment keeps its selection
-            recomputed[index] = selected
-            excluded[index] = np.delete(np.arange(span.stop - span.start), selected)
+            recomputed[index] = np.flatnonzero(is_selected[span])
+            excluded[index] = np.flatnonzero(~is_selected[span])
     return with_selection(
         plan,
         scores,

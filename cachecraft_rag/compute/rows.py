@@ -90,11 +90,18 @@ class Rows:
 
     def offsets(self, segment: int, *reasons: RowReason) -> NDArray[np.int64]:
         """Return the offsets in a segment of tokens with one of these reasons, int64, ascending."""
-        reason = self.reason[self.span(segment)]
-        is_one_of = np.zeros(len(reason), bool)
-        for wanted in reasons:
-            is_one_of |= reason == wanted
-        return np.flatnonzero(is_one_of)
+        return np.flatnonzero(_is_one_of(self.reason[self.span(segment)], reasons))
+
+    def having(self, *reasons: RowReason) -> NDArray[np.bool_]:
+        """Return bool `[tokens]`: True where a position has one of these reasons, whether it is done or not."""
+        return _is_one_of(self.reason, reasons)
+
+
+def _is_one_of(reason: NDArray[np.uint8], wanted: Iterable[RowReason]) -> NDArray[np.bool_]:
+    is_one_of = np.zeros(len(reason), bool)
+    for value in wanted:
+        is_one_of |= reason == value
+    return is_one_of
 
 
 def _indices(positions: Iterable[int]) -> NDArray[np.int64]:

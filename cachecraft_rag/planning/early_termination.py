@@ -46,9 +46,9 @@ def focus_score(attention: NDArray[np.floating]) -> float:
         return 0.0
     ascending = np.sort(seen)
     strongest = ascending[::-1][:_STRONGEST_TOKENS]
-    # one or two values; np.median would sort again
-    middle = ascending[(len(seen) - 1) // 2 : len(seen) // 2 + 1]
-    return float(strongest.sum() / np.sqrt(middle.mean()))
+    # np.median would sort again
+    median = (ascending[(len(seen) - 1) // 2] + ascending[len(seen) // 2]) / 2
+    return float(strongest.sum() / np.sqrt(median))
 
 
 def chunks_in_focus(scores: Mapping[int, float]) -> frozenset[int]:

@@ -7,6 +7,7 @@ chunk captured right after it an overlap of 1 in every prompt. It is compared fo
 from __future__ import annotations
 
 import math
+from bisect import bisect_right, insort
 from collections.abc import Mapping, Sequence
 
 
@@ -58,9 +59,11 @@ def order_penalty(old: Sequence[str], new: Mapping[str, int]) -> float:
     pairs = len(places) * (len(places) - 1) // 2
     if pairs == 0:
         return 0.0
-    discordant = sum(
-        places[i] > places[j] for i in range(len(places)) for j in range(i + 1, len(places))
-    )
+    discordant = 0
+    earlier: list[int] = []  # ascending
+    for place in places:
+        discordant += len(earlier) - bisect_right(earlier, place)
+        insort(earlier, place)
     return discordant / pairs
 
 

@@ -382,6 +382,8 @@ class VLLMBackend:
             logprobs=None if predicted is None else KEPT,
         )
         reports: list[FillReport] = []
+        if ask.left_to_server:  # no connector will report it
+            progress.reported({"refused": ask.left_to_server})
         try:
             self._calls.reports[ask.name] = None
             with closing(self._calls.generate(_shared_prompt(ask), params)) as steps:
@@ -473,10 +475,13 @@ class VLLMBackend:
         return self._params(ask, max_tokens=1, temperature=0.0, **sampling)
 
     def _params(self, ask: Ask | None, **sampling: object) -> object:
+        """Return vLLM's parameters; they carry a message only if the prompt may be filled from chunk-caches."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        extra = {"kv_transfer_params": {FIELD: ask.message(self._key)}} if ask is not None else None
+        extra = None
+        if ask is not None and not ask.left_to_server:
+            extra = {"kv_transfer_params": {FIELD: ask.message(self._key)}}
         return SamplingParams(
             **sampling,
             detokenize=False,

@@ -20,6 +20,7 @@ from cachecraft_rag.planning.config import ReuseConfig, ReuseMethod
 from cachecraft_rag.planning.early_termination import chunks_in_focus, focus_score
 from cachecraft_rag.planning.planner import Plan, SegmentPlan, with_selection
 from cachecraft_rag.planning.reasons import Reason
+from cachecraft_rag.planning.scoring import order_penalty
 from cachecraft_rag.planning.selectors import SELECTORS, TokenFacts, leading
 from cachecraft_rag.types.captures import TokenScores
 from cachecraft_rag.types.digests import digest
@@ -237,6 +238,15 @@ def test_the_median_of_a_focus_score_is_numpys(attention: list[float]) -> None:
         strongest = np.sort(seen)[::-1][:8]
         expected = float(strongest.sum() / np.sqrt(np.median(seen)))
     assert focus_score(values) == expected
+
+
+@given(st.permutations(range(9)), st.integers(0, 9))
+def test_the_order_penalty_counts_pairs_in_another_order(order: list[int], shared: int) -> None:
+    old = [str(number) for number in range(9)]
+    new = {str(number): order[number] for number in range(shared)}
+    pairs = [(one, other) for one in range(shared) for other in range(one + 1, shared)]
+    discordant = sum(order[one] > order[other] for one, other in pairs)
+    assert order_penalty(old, new) == (discordant / len(pairs) if pairs else 0.0)
 
 
 def test_equal_plans_compare_their_tokens() -> None:

@@ -70,13 +70,14 @@ class DriftCorrection:
         chunk with fewer than two recomputed rows is not corrected.
         """
         is_recomputed = rows.reason[positions] == RowReason.RECOMPUTED
-        segments = rows.segment[positions]
+        edges = np.searchsorted(positions, rows.bounds)  # first row of each segment
 
         corrected_chunks: list[StaleChunk] = []
         # for each corrected chunk: indices into the rows
         recomputed_rows: list[NDArray[np.int64]] = []
         for chunk in self._chunks:
-            chunk_rows = np.flatnonzero(is_recomputed & (segments == chunk.segment))
+            first, last = edges[chunk.segment : chunk.segment + 2]
+            chunk_rows = first + np.flatnonzero(is_recomputed[first:last])
             if len(chunk_rows) >= _MIN_RECOMPUTED:
                 corrected_chunks.append(chunk)
                 recomputed_rows.append(chunk_rows)
@@ -111,7 +112,9 @@ class DriftCorrection:
         # A product with this matrix `[chunks, recomputed rows]` is the mean of each chunk's rows, times the strength.
         counts = torch.tensor([len(chunk_rows) for chunk_rows in recomputed_rows], device=device)
         numbers = torch.arange(len(corrected_chunks), device=device)
-        membership = numbers[:, None] == numbers.repeat_interleave(counts)[None, :]
+        # without `output_size` it would wait for the device
+        number_of_row = numbers.repeat_interleave(counts, output_size=len(all_rows))
+        membership = numbers[:, None] == number_of_row[None, :]
         self._scaled_mean = membership.float() * (self._strength / counts.float())[:, None]
 
         # The inverse rotation. The squared length is 1, except for rope scalings that stretch what they rotate.

@@ -48,8 +48,8 @@ from cachecraft_rag.server.wire import Message
 from cachecraft_rag.serving.request import Request
 from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store.background_writer import log_mistake
-from cachecraft_rag.types.digests import digest
-from cachecraft_rag.types.prompts import Prompt, Segment
+from cachecraft_rag.types.digests import digest, digest_of_tokens
+from cachecraft_rag.types.prompts import Prompt, Segment, token_array
 from cachecraft_rag.vllm.calls import EngineClient, RequestOutput
 from cachecraft_rag.vllm.messages import FIELD, Ask
 from cachecraft_rag.vllm.records import RecordingClient, Records, RequestParams, RequestRecord
@@ -475,8 +475,8 @@ def _request(prompt: Prompt, origin: Origin, started: float) -> Request:
 
 def _text_of(ids: Sequence[int], start: int = 0) -> Segment:
     """Return the tokens from `start` on as a segment that is computed."""
-    rest = tuple(ids[start:])
-    name = digest("between", str(start), " ".join(map(str, rest)))
+    rest = token_array(ids[start:])
+    name = digest("between", str(start), digest_of_tokens(rest))
     return Segment("question", name, rest, private=True)
 
 
