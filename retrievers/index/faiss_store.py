@@ -580,7 +580,10 @@ class FaissStore(Closeable):
         for *columns, checksum, _ in rows:
             if checksum not in (None, row_sum(tuple(columns))):
                 raise self._damaged(f"the entry of the document {columns[0]}")
-        return [StoredDocument(*columns, chunks) for *columns, _, chunks in rows]
+        return [
+            StoredDocument(name, content_digest, root, chunks)
+            for name, content_digest, root, _, chunks in rows
+        ]
 
     def _write_document(
         self, db: sqlite3.Connection, doc_id: str, content_digest: str, root: str
