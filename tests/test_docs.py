@@ -117,6 +117,10 @@ assert estimate.fits and estimate.captures > 1 and rag.estimate_priming().captur
 assert audit.tokens > 0 and 0.0 <= audit.agreement <= 1.0
 assert answer.stats.quality.startswith("r = 0.15") and "target 0.98" in answer.stats.quality
 """,
+    "docs/reference/method.md": """
+assert exact_only.method.scope == "prefix"
+assert (published.method.alpha, with_alpha.method.alpha) == (1.0, 2.0)
+""",
     "docs/guides/tuning.md": """
 assert 1 < len(exact.sources) <= 3 and exact.stats.tokens_recomputed > 0
 assert all(chunk.outcome in ("exact", "computed") or chunk.recomputed == chunk.tokens for chunk in exact.stats.chunks)

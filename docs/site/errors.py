@@ -39,7 +39,7 @@ def page(source: str) -> str:
     >>> print(page('\"\"\"Summary.\\n\\n    tree\\n\\nText.\"\"\"\\nclass E(Exception):\\n    \"\"\"Fails.\"\"\"'))
     ... # doctest: +ELLIPSIS
     <!-- ...
-    ```text
+    ```
     tree
     ```
     <BLANKLINE>
@@ -75,7 +75,7 @@ def _as_markdown(block: str) -> str:
     lines = block.split("\n")
     if not all(line.startswith("    ") for line in lines):
         return block
-    return "\n".join(["```text", *(line.removeprefix("    ") for line in lines), "```"])
+    return "\n".join(["```", *(line.removeprefix("    ") for line in lines), "```"])
 
 
 if __name__ == "__main__":
