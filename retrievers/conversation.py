@@ -1,10 +1,7 @@
 """Retrieval within a conversation: "And how long does that take?" says nothing without the question before it.
 
 A follow-up is searched for by the mean of two vectors: that of the follow-up alone, and that of the questions before it
-joined with it. The first finds what the follow-up names, the second what it refers to; a change of subject is found by
-the first. On 40 follow-ups about the sample handbook this finds as much as the same questions written out in full;
-docs/decisions/follow-up-questions.md also has what was tried instead (condensing the question with the demo model, and
-merging lists).
+joined with it. The first finds what the follow-up names, the second what it refers to.
 """
 
 from __future__ import annotations
@@ -34,14 +31,7 @@ _LETTERS = 600
 def search_texts(question: str, history: Sequence[Turn] = ()) -> tuple[str, ...]:
     """Return the texts to search for: the question, and for a follow-up also the questions before it and the question.
 
-    One text for a first question, else two: the question, and earlier questions and the question joined by spaces.
-    Earlier questions are the user's turns that have text: the last two of them are used. If they have more than 600
-    characters together, only the last 600 are used, from the next whole word on; without a space among these, none is
-    used and there is one text. Raises nothing for a history of pairs of texts.
-
-    Args:
-        question: the user's last message.
-        history: the turns before it, (role, text) each.
+    Of the user's earlier turns the last two are used, and of these the last 600 characters, from a whole word on.
 
     >>> search_texts("How often is it descaled?")
     ('How often is it descaled?',)
@@ -56,11 +46,7 @@ def search_texts(question: str, history: Sequence[Turn] = ()) -> tuple[str, ...]
 
 
 def turn_before(history: Sequence[Turn]) -> tuple[str, Sequence[Turn]] | None:
-    """Return the last question before this one, and the turns before that; None for a first question.
-
-    That is the text of the last turn in `history` whose role is "user", unchanged, and a new list of all turns before
-    it, which may be empty. Turns of white space alone do not count. Raises nothing for a history of pairs of texts.
-    """
+    """Return the user's last question before this one and the turns before that; None for a first question."""
     place = max(
         (at for at, (role, text) in enumerate(history) if role == "user" and text.strip()),
         default=None,
@@ -69,10 +55,7 @@ def turn_before(history: Sequence[Turn]) -> tuple[str, Sequence[Turn]] | None:
 
 
 def prefer(hits: Iterable[SearchHit], chunk_ids: Collection[str], top_k: int) -> list[SearchHit]:
-    """Return the best `top_k` hits, best first; hits of `chunk_ids` win ties.
-
-    A hit of `chunk_ids` is ranked as if its score were `TIE` (0.02) higher; the scores do not change. Equal ones keep
-    their order. There are fewer hits if fewer are given, and none for a `top_k` of 0. Raises nothing.
+    """Return the best `top_k` hits, best first; hits of `chunk_ids` are ranked as if their score were `TIE` higher.
 
     >>> hits = [SearchHit("a", 0.50, "", {}), SearchHit("b", 0.49, "", {}), SearchHit("c", 0.40, "", {})]
     >>> [hit.chunk_id for hit in prefer(hits, {"b", "c"}, 2)]
@@ -95,26 +78,9 @@ def search(
 ) -> list[SearchHit]:
     """Return the `top_k` chunks most similar to a question in its conversation, best first.
 
-    A follow-up is searched for by the mean of the vectors of its two `search_texts`. It also repeats the search of the
-    turn before, whose `top_k` chunks are preferred (see `prefer`). Of a question in several parts each one is searched
-    for, and a chunk's score is that of the part it is most similar to. The list is shorter if there are fewer chunks,
-    and empty if no chunk passes the filter.
-
-    Args:
-        index: the index to search.
-        encode: returns vectors `[texts, dim]` of texts; called once, with at most four texts for one part of each
-            question.
-        question: the user's last message.
-        history: the turns before it, (role, text) each.
-        top_k: number of chunks, at least 1.
-        where: filter of chunks, see `FaissStore.search`.
-        parts_of: returns the parts of a question that is too long for the embedding model, at least one.
-
-    Raises ConfigError for a `top_k` below 1 or an invalid filter; IndexStoreError for vectors of another width or that
-    are not finite, and if the index is closed or damaged; ForkError in a fork of the process that opened the index;
-    TypeError, ValueError or AttributeError for a history that is no list of pairs of texts; TypeError or ValueError if
-    `encode` returns no numbers or another number of vectors; what the filter raises if it is a function; and what
-    `encode` and `parts_of` raise.
+    A follow-up also repeats the search of the turn before, whose `top_k` chunks are preferred (see `prefer`). Of a
+    question in several parts (`parts_of`) each one is searched for, and a chunk's score is that of the part it is most
+    similar to. `encode` returns vectors `[texts, dim]` of texts, and is called once.
     """
     asked: list[tuple[str, Sequence[Turn]]] = [(question, history)]
     before = turn_before(history)

@@ -97,10 +97,8 @@ class Embedder:
     again; `dim`, how many numbers a vector has; and `batch_size`. It holds nothing that must be closed.
 
     Thread-safe: calls run one at a time. Raises `ModelNotFoundError` if the model cannot be loaded, or its wheel is not
-    installed; `MissingPackageError` without sentence-transformers; `ConfigError` for an argument of a wrong type or out
-    of range, and for a device that torch does not have; `IndexStoreError` if the model gives a vector that is not
-    finite; and torch's RuntimeError without memory. `encode_document` and `encode_query` raise the last two as well,
-    and `ForkError` in a fork of the process that loaded the model.
+    installed, and `MissingPackageError` without sentence-transformers. Making one and encoding raise `IndexStoreError`
+    if the model gives a vector that is not finite, as half precision may, and torch's RuntimeError without memory.
     """
 
     def __init__(
@@ -132,11 +130,7 @@ class Embedder:
 
     @cached_property
     def limit(self) -> int:
-        """Most tokens of a document's text that the model reads, special tokens included; the rest is truncated.
-
-        A prompt that the model puts before each document is subtracted. For a model that states no limit it is 512
-        before that. Raises nothing.
-        """
+        """Most tokens of a document that the model reads: special ones included, a prompt of the model not."""
         return self._limit_after("document", "passage", "corpus")
 
     @cached_property
@@ -162,9 +156,7 @@ class Embedder:
     def count_tokens(self, text: str) -> int:
         """Return the number of tokens of a text before truncation, special tokens included.
 
-        A prompt that the model puts before a document or question is not counted; "" has the special tokens alone.
-        Raises TypeError for anything but a text, and for text with half a surrogate pair. A model with a slow tokenizer
-        raises ValueError for anything but a text, and for half a surrogate pair what its tokenizer raises, if anything.
+        A prompt that the model puts before a document or question is not counted.
         """
         if self._tokenizer is not None:
             return len(self._tokenizer.encode(text).ids)
@@ -176,11 +168,9 @@ class Embedder:
         """The text `name@digest`, to tell embedding models apart; computed at the first use, then kept.
 
         The digest covers the weights, the settings of all modules such as pooling, the transformer's own `config.json`
-        (not that of a transformer within another module), the limit of tokens, the prompts and a fast tokenizer.
-
-        Computed from the weights in memory, not from their files, so that a folder, a wheel and the hub give the same
+        (not that of a transformer within another module), the limit of tokens, the prompts and a fast tokenizer. It is
+        computed from the weights in memory, not from their files, so that a folder, a wheel and the hub give the same
         digest. The transformer's settings are read from its file: in memory, they change with the library's version.
-        Raises torch's RuntimeError without memory for a copy of a weight.
         """
         import torch
 
@@ -213,29 +203,15 @@ class Embedder:
     ) -> NDArray[np.float32]:
         """Return unit vectors of texts to be indexed, float32 `[texts, dim]`, in the order of the texts.
 
-        The shape is `[0, dim]` without texts. Of texts longer than `limit` tokens the end is ignored. Calls in several
-        threads wait for each other batch by batch.
-
-        Args:
-            texts: a list of texts; half surrogate pairs are read as "?".
-            progress: called after each batch; `done` and `total` count texts. None: never. Its errors pass.
-
-        Raises IndexStoreError if the model gives a vector that is not finite, as half precision may; TypeError for a
-        single text instead of a list; AttributeError for an item that is no text; ForkError in a fork of the process
-        that loaded the model; and torch's RuntimeError without memory.
+        Of texts longer than `limit` tokens the end is ignored; half surrogate pairs are read as "?".
         """
         return self._encode(texts, "encode_document", progress)
 
     def encode_query(self, texts: Sequence[str]) -> NDArray[np.float32]:
         """Return unit vectors of questions, float32 `[texts, dim]`; models may put a prompt before questions.
 
-        The shape is `[0, dim]` without texts. Half surrogate pairs are read as "?". A question that is too long for the
-        model has the mean of the vectors of its parts. Of a question of more than `MOST_LETTERS` (65,536) characters
-        the middle is left out, with a warning in the log.
-
-        Raises IndexStoreError if the model gives a vector that is not finite, TypeError for a single text instead of a
-        list, AttributeError for an item that is no text, ForkError in a fork of the process that loaded the model, and
-        torch's RuntimeError without memory.
+        A question that is too long for the model has the mean of the vectors of its parts. Of a question of more than
+        `MOST_LETTERS` (65,536) characters the middle is left out, with a warning in the log.
         """
         _require_list(texts)
         split = [self._split(self._shortened(text), self._query_limit) for text in texts]
@@ -249,10 +225,7 @@ class Embedder:
         """Return the texts to search for: the question, or the parts of one that is too long for the model.
 
         A part is about a sentence, of at most 24 tokens; in a question of more than 1,536 tokens it is longer, at most
-        what the model reads. The parts leave out nothing but the middle of a question of more than `MOST_LETTERS`
-        (65,536) characters, with a warning in the log, and what is repeated.
-
-        Raises AttributeError for anything but a text.
+        what the model reads. Only the middle of a question that is far too long is left out, as in `encode_query`.
         """
         text = self._shortened(question)
         tokens = self._words(text)
@@ -318,11 +291,7 @@ class Embedder:
 
 
 def shortened(question: str) -> str:
-    """Return a question without the middle, if it has more than `MOST_LETTERS` (65,536) characters. Raises nothing.
-
-    >>> shortened("How much?")
-    'How much?'
-    """
+    """Return a question without the middle, if it has more than `MOST_LETTERS` (65,536) characters."""
     if len(question) <= MOST_LETTERS:
         return question
     half = MOST_LETTERS // 2
@@ -343,9 +312,8 @@ def _require_list(texts: Sequence[str]) -> None:
 def unit_vectors(vectors: ArrayLike) -> NDArray[np.float32]:
     """Return vectors `[…, dim]` as float32 at length 1, so that inner products are cosines; zero vectors stay zero.
 
-    The result is a new array of the same shape, empty for []. A vector with an infinite number, NaN or None has NaN in
-    the result, and one with a number above some 1e154 in size becomes 0. Raises TypeError or ValueError for other
-    values that are no numbers, for rows of different lengths, and for a single number.
+    A vector with an infinite number, NaN or None has NaN in the result, and one with a number above some 1e154 in size
+    becomes 0.
 
     >>> unit_vectors([3.0, 4.0]).tolist() == np.asarray([0.6, 0.8], np.float32).tolist()
     True

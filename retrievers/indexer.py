@@ -111,8 +111,7 @@ def index_folder(
     documents by its own. Documents of the folder are removed if their file is gone or can no longer be parsed, and stay
     if it cannot be opened; other documents stay, and for a single file none of another file is removed. Unchanged files
     are not parsed. A file that was indexed twice, for a folder and for one around it, keeps one document, named as in
-    this run.
-    Each document is one transaction: the next run completes one that was killed. At the end the index file is written.
+    this run. Each document is one transaction: the next run completes one that was killed or ended by an error.
 
     Args:
         path: the folder or the file.
@@ -120,28 +119,15 @@ def index_folder(
         embedder: makes the vectors.
         progress: called after each file and after each batch of embeddings; `done` and `total` count files. Its errors
             pass, but an OSError or DocumentError in a batch may become a problem in the report.
-        chunk_tokens: most tokens of a chunk, or the embedding model's limit if that is less.
+        chunk_tokens: most tokens of a chunk, or the embedding model's limit if that is less; at least 16.
         model: the answering model's tokens, if it is known: they limit a chunk too.
         follow_links: also read targets of links outside the folder; otherwise such a link is a problem.
         opener: opens each folder and file, as with Python's `open`; a DocumentError of it is a problem.
         reader: reads files in place of the built-in readers, in this process and without limits; see `own_readers`.
         splitter: splits texts in place of the built-in splitter, as well.
 
-    Returns:
-        The doc_ids that were added, updated, unchanged and removed. A file that cannot be read is a problem in it, and
-        raises nothing. For an empty folder all is empty, but what was removed.
-
-    Raises:
-        DocumentError: there is nothing at `path`, or a file of a kind that cannot be indexed.
-        IndexStoreError: the index was made with another embedding model, is closed, or cannot be read or written; or
-            the embedding model gives a vector that is not finite.
-        ConfigError: `chunk_tokens` or the embedding model's limit leaves no room for text (fewer than 16 tokens), which
-            the first document that is split shows.
-        ForkError: called in a fork of the process that opened the index or loaded the model.
-        RuntimeError: torch has no memory for the embedding model.
-        TypeError: `path` is no path, or `chunk_tokens` is no number.
-
-    Documents that were written before an error stay.
+    A file that cannot be read is a problem in the report. Raises DocumentError if there is nothing at `path`, or a file
+    of a kind that cannot be indexed, and IndexStoreError if the index was made with another embedding model.
     """
     readers = OwnReaders(reader)
     listing = list_files(path, follow_links=follow_links, opener=opener, more=readers)
@@ -181,34 +167,13 @@ def index_documents(
 ) -> IndexReport:
     """Add documents that are in memory to the index, or update them; none is removed. Their doc_ids are used unchanged.
 
-    Of several documents with the same doc_id the last one stays. At the end the index file is written.
+    Of several documents with the same doc_id the last one stays. A document without text is added without chunks; one
+    that cannot be split is a problem in the report. Documents that were written before an error stay; those that waited
+    to be embedded together are lost. The other arguments are as in `index_folder`, where `progress` counts documents.
 
-    Args:
-        documents: the documents.
-        store: the index.
-        embedder: makes the vectors.
-        progress: called after each document and after each batch of embeddings; `done` and `total` count documents. Its
-            errors pass.
-        chunk_tokens: most tokens of a chunk, or the embedding model's limit if that is less.
-        model: the answering model's tokens, if it is known: they limit a chunk too.
-        splitter: splits texts in place of the built-in splitter; see `own_readers`.
-
-    Returns:
-        The doc_ids that were added, updated and unchanged. A document without text is added without chunks; one that
-        cannot be split is a problem in it. All is empty without documents.
-
-    Raises:
-        ConfigError: an item is no `Document`, its text is no str, its doc_id is empty or no valid Unicode, or its
-            metadata is no mapping or holds a value that is not scalar, before anything is written; or a document must
-            be split, and `chunk_tokens` or the embedding model's limit leaves no room for text (fewer than 16 tokens).
-        DocumentError: a doc_id belongs to an indexed file.
-        IndexStoreError: the index was made with another embedding model, is closed, or cannot be read or written; or
-            the embedding model gives a vector that is not finite.
-        ForkError: called in a fork of the process that opened the index or loaded the model.
-        RuntimeError: torch has no memory for the embedding model.
-        TypeError: `documents` cannot be iterated, `chunk_tokens` is no number, or keys of metadata cannot be sorted.
-
-    Documents that were written before an error stay; those that waited to be embedded together are lost.
+    Raises ConfigError for an item that is no `Document` that the index can keep, before anything is written;
+    DocumentError if a doc_id belongs to an indexed file; and IndexStoreError if the index was made with another
+    embedding model.
     """
     given = list(documents)
     for document in given:

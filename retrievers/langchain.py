@@ -50,10 +50,7 @@ Filter = Mapping[str, Any] | Callable[[dict[str, Any]], bool]
 class CacheCraftEmbeddings(Embeddings):
     """An `Embedder` as LangChain's embeddings, for any vector store; without one, the default `Embedder` is loaded.
 
-    Vectors have unit length and `embedder.dim` numbers, 384 with the default model. Raises ConfigError for an
-    `embedder` of another kind. If the default one is loaded, it raises ModelNotFoundError if its wheel or
-    sentence-transformers is not installed or it cannot be loaded, and IndexStoreError if it gives a vector that is not
-    finite.
+    Vectors have unit length and `embedder.dim` numbers, 384 with the default model.
     """
 
     def __init__(self, embedder: EmbeddingModel | None = None) -> None:
@@ -62,21 +59,12 @@ class CacheCraftEmbeddings(Embeddings):
         self.embedder: EmbeddingModel = embedder or Embedder()
 
     def embed_documents(self, texts: list[str]) -> list[list[float]]:
-        """Return a unit vector of each text to be indexed, in their order, as lists of `embedder.dim` numbers.
-
-        The list is empty without texts. Raises IndexStoreError if the model gives a vector that is not finite,
-        TypeError for one text instead of a list, AttributeError for an item that is no text, ForkError in a fork of the
-        process that loaded the model, and torch's RuntimeError without memory.
-        """
+        """Return a unit vector of each text to be indexed."""
         vectors: list[list[float]] = self.embedder.encode_document(texts).tolist()
         return vectors
 
     def embed_query(self, text: str) -> list[float]:
-        """Return the unit vector of a question, a list of `embedder.dim` numbers.
-
-        Raises IndexStoreError if the model gives a vector that is not finite, AttributeError for anything but a text,
-        ForkError in a fork of the process that loaded the model, and torch's RuntimeError without memory.
-        """
+        """Return the unit vector of a question."""
         vector: list[float] = self.embedder.encode_query([text])[0].tolist()
         return vector
 
@@ -85,15 +73,12 @@ class CacheCraftVectorStore(Closeable, VectorStore):
     """A LangChain vector store over a `FaissStore`: on disk, with upserts, deletion and filters; scores are cosines.
 
     A LangChain document is a document of the index under the same id. Two documents with the same text are one chunk
-    with two owners: a search returns it once, as one of them, and it stays until both are deleted.
+    with two owners: a search returns it once, as one of them, and it stays until both are deleted. Errors of the
+    embeddings pass unchanged.
 
     index      the caller closes it, unless it came from `open`, `from_texts` or `from_documents`
     embedding  any embeddings; their vectors are normalised to unit length
     caches     chunk-caches to delete with their documents; None: they stay until the store needs the space
-
-    Raises `ConfigError` for an argument of another kind. Every method that reads or changes the index raises
-    `IndexStoreError` once the index is closed, or if its database cannot be read or, for a change, written; and
-    `ForkError` in a fork of the process that opened it. Errors of `embedding` pass unchanged.
     """
 
     def __init__(
@@ -118,15 +103,8 @@ class CacheCraftVectorStore(Closeable, VectorStore):
         """Return a vector store over the index in a folder, which is opened or made. The result closes it with `close`.
 
         Of `CacheCraftEmbeddings` the fingerprints are compared. Other embeddings have none, so their class, model name
-        and width are compared; they embed a text to tell the width.
-
-        Args:
-            folder: of the index.
-            embedding: makes the vectors.
-            caches: as in this class.
-
-        Raises IndexStoreError if the index was made with other embeddings, is damaged or of a newer version, or its
-        folder cannot be used; ConfigError for an argument of another kind; and what embeddings of another class raise.
+        and width are compared; they embed a text to tell the width. Raises IndexStoreError for other embeddings than
+        those the index was made with.
         """
         check_path("folder", folder)
         check_kind("embedding", embedding, Embeddings, advice="CacheCraftEmbeddings() is one")
@@ -168,27 +146,8 @@ class CacheCraftVectorStore(Closeable, VectorStore):
     ) -> Self:
         """Open the index in `folder`, or make it, and add texts to what it holds; return the vector store.
 
-        `close` of the result closes the index. After an error in adding it is closed at once, and texts that were added
-        before the error stay. `from_documents` takes the same options.
-
-        Args:
-            texts: one for each document.
-            embedding: makes the vectors.
-            metadatas: one for each text; None or an empty list: no metadata.
-            ids: one for each text; None or an empty list: new ones.
-            folder: of the index.
-            caches: as in this class.
-
-        Raises:
-            IndexStoreError: the index cannot be opened, or vectors do not fit it.
-            ConfigError: an option, an argument, an id, a text or metadata cannot be used; there is another number of
-                ids than of texts; or a server refuses to delete chunk-caches of replaced documents.
-            StoreError, ServerError: chunk-caches of replaced documents cannot be deleted.
-            ForkError: in a fork of the process that opened the store of chunk-caches.
-            ValueError: LangChain's, for another number of metadatas and for a text of another type; or the embeddings
-                return another number of vectors.
-
-        Errors of the embeddings pass.
+        `close` of the result closes the index. After an error it is closed at once, and texts that were added before
+        the error stay. `from_documents` takes the same options. The texts, `metadatas` and `ids` are as in `add_texts`.
         """
         check_names(kwargs, ("caches", "folder", "ids", "metadatas", *_HINTS))
         with ExitStack() as opened:
@@ -199,18 +158,14 @@ class CacheCraftVectorStore(Closeable, VectorStore):
 
     @classmethod
     def from_rag(cls, rag: Retriever) -> Self:
-        """Return a vector store over the index of a `CacheCraft` (or another `Retriever`), which you close yourself.
-
-        Each chunk is a document under its chunk id. Raises ConfigError for anything but a `Retriever`.
-        """
+        """Return a vector store over the index of a `CacheCraft` or another `Retriever`; each chunk is a document."""
         check_kind("rag", rag, Retriever, advice="CacheCraft.from_pretrained makes one")
         return cls(rag.index, CacheCraftEmbeddings(rag.embedder), caches=rag.caches)
 
     def close(self) -> None:
         """Delete the chunk-caches of deleted documents that were not added again; close the index if opened here.
 
-        If the store of chunk-caches fails or is closed, they stay until their space is needed, with a warning in the
-        log. Raises nothing. A second call does nothing more.
+        If the store of chunk-caches fails, they stay until the next deletion, with a warning.
         """
         self._evictions.finish(self.index)
         if self._owns_index:
@@ -218,7 +173,7 @@ class CacheCraftVectorStore(Closeable, VectorStore):
 
     @property
     def embeddings(self) -> Embeddings:
-        """The embeddings that make the vectors, as they were given. Raises nothing."""
+        """The embeddings that make the vectors, as they were given."""
         return self._embedding
 
     def add_texts(
@@ -229,19 +184,7 @@ class CacheCraftVectorStore(Closeable, VectorStore):
         ids: list[str] | None = None,
         **kwargs: object,
     ) -> list[str]:
-        """Add texts as documents, or replace those with the same ids; returns the ids, new ones where none were given.
-
-        Each document is one transaction; those before an error stay. The list is empty without texts. For embedding and
-        chunk-caches see `add_documents`.
-
-        Args:
-            texts: one for each document.
-            metadatas: one for each text; None or an empty list: no metadata.
-            ids: one for each text; None or an empty list: new ones.
-
-        Raises ConfigError for another number of ids, LangChain's ValueError for another number of metadatas and for a
-        text of another type, TypeError for `texts` that cannot be iterated, and what `add_documents` raises.
-        """
+        """Add texts as documents, see `add_documents`; `metadatas` and `ids` have one item for each text, or none."""
         texts = list(texts)
         if ids and len(ids) != len(texts):  # LangChain would leave out the texts after the last id
             raise ConfigError(f"{len(ids)} ids for {len(texts)} texts; give one for each")
@@ -254,20 +197,13 @@ class CacheCraftVectorStore(Closeable, VectorStore):
 
         Each document is one transaction; those before an error stay. Of several with the same id the last stays. A text
         that the index holds already keeps its vector and is not embedded. Chunk-caches of replaced documents, and those
-        that wait after `delete`, are deleted if no document has their text any more. The list is empty without
-        documents.
+        that wait after `delete`, are deleted if no document has their text any more; if that fails (StoreError,
+        ServerError), the documents were added.
 
         Args:
             documents: LangChain's documents. They are not changed.
             ids: one for each document; None or an empty list: the documents' own.
             kwargs: `batch_size`, which LangChain's `index()` sends, and `show_progress`; both are ignored.
-
-        Raises ConfigError for metadata that JSON cannot hold, another number of ids, an unknown option, and an id or a
-        text that is not valid Unicode; IndexStoreError for vectors that do not fit the index, and if it is closed or
-        cannot be written; ForkError in a fork of the process that opened the index or the store of chunk-caches;
-        TypeError or ValueError for embeddings that return no numbers or another number of vectors; and what the
-        embeddings raise. StoreError or ServerError if chunk-caches of replaced documents cannot be deleted, and
-        ConfigError if a server refuses to delete them: the documents were added then.
         """
         check_names(kwargs, _HINTS)
         documents = list(documents)
@@ -294,12 +230,7 @@ class CacheCraftVectorStore(Closeable, VectorStore):
 
         Without ids, documents that LangChain did not add are deleted too. An id that is no document's but a chunk's
         removes the chunk from every document. Chunk-caches follow with the next addition, after a minute, or at
-        `close`: an upsert deletes first. An empty list of ids deletes nothing. Each document is one transaction.
-
-        Raises ConfigError for an unknown option and for an id that is no valid text, IndexStoreError if the index is
-        closed or damaged or cannot be written, ForkError in a fork of the process that opened it, TypeError for `ids`
-        that cannot be iterated, and RuntimeError if the system has no room for the thread that deletes chunk-caches
-        later.
+        `close`: an upsert deletes first. Each document is one transaction.
         """
         check_names(kwargs, ())
         index = self.index
@@ -311,12 +242,10 @@ class CacheCraftVectorStore(Closeable, VectorStore):
         return True
 
     def get_by_ids(self, ids: Sequence[str], /) -> list[Document]:
-        """Return the documents with these ids, in their order; unknown ids are skipped, so the list may be empty.
+        """Return the documents with these ids, in their order; unknown ids are skipped.
 
         A document of several chunks that LangChain did not add gives each of them, and an id that is no document's but
-        a chunk's gives the chunk. An id that is given twice is returned twice. The metadata also has the chunk id,
-        under `cachecraft_chunk_id`. Raises ConfigError for an id that is no valid text, IndexStoreError if the index is
-        closed or damaged, and ForkError in a fork of the process that opened the index.
+        a chunk's gives the chunk. The metadata also has the chunk id, under `cachecraft_chunk_id`.
         """
         chunks_by_id = {name: self.index.chunks_of(name) for name in ids}
         # A chunk that was not added through LangChain has its chunk id as its id.
@@ -326,25 +255,13 @@ class CacheCraftVectorStore(Closeable, VectorStore):
         return [_document(chunk) for name in ids for chunk in chunks_by_id[name]]
 
     def similarity_search(self, query: str, k: int = 4, **kwargs: Any) -> list[Document]:
-        """Return the `k` most similar documents, best first; options as in `similarity_search_with_score`.
-
-        There are fewer if no more documents pass the filter. Raises ConfigError for an unknown option, a `k` below 1 or
-        an invalid filter; IndexStoreError if the index is closed or damaged, or the embeddings are of another width;
-        ForkError in a fork of the process that opened the index; and what the embeddings and a filter that is a
-        function raise.
-        """
+        """Do the same as `similarity_search_with_score`, without the scores."""
         return [document for document, _ in self.similarity_search_with_score(query, k, **kwargs)]
 
     def similarity_search_by_vector(
         self, embedding: list[float], k: int = 4, **kwargs: Any
     ) -> list[Document]:
-        """Return the `k` documents most similar to a vector, best first.
-
-        Options as in `similarity_search_with_score`. There are fewer if no more documents pass the filter. Raises
-        ConfigError for an unknown option, a `k` below 1 or an invalid filter; IndexStoreError for a vector that does
-        not fit and if the index is closed or damaged; TypeError or ValueError for a vector that holds no numbers;
-        ForkError in a fork of the process that opened the index; and what a filter that is a function raises.
-        """
+        """Do the same as `similarity_search` for a vector."""
         return [document for document, _ in self._search(embedding, k, **kwargs)]
 
     def conversation_search(
@@ -353,18 +270,8 @@ class CacheCraftVectorStore(Closeable, VectorStore):
         """Return the `k` documents most similar to a question in its conversation, with their cosines, best first.
 
         Documents that the turn before would retrieve are ranked as if their cosines were 0.02 higher; the cosines do
-        not change. There are fewer if no more documents pass the filter.
-
-        Args:
-            query: the question.
-            history: the turns before it, (role, text) each.
-            k: most documents, at least 1.
-            filter: as in `similarity_search_with_score`.
-
-        Raises ConfigError for a `k` below 1 or an invalid filter; TypeError, ValueError or AttributeError for a history
-        that is no list of pairs of texts; IndexStoreError if the index is closed or damaged, or the embeddings are of
-        another width; ForkError in a fork of the process that opened the index; and what the embeddings and a filter
-        that is a function raise.
+        not change. `history` has the turns before the question, (role, text) each; for `filter` see
+        `similarity_search_with_score`.
         """
         check_whole("k", k, least=1)
 
@@ -386,8 +293,8 @@ class CacheCraftVectorStore(Closeable, VectorStore):
     ) -> list[tuple[Document, float]]:
         """Return the `k` most similar documents with their cosines, -1 to 1, best first.
 
-        There are fewer if no more documents pass the filter, and the list may be empty. Of documents with the same text
-        one is returned. The metadata also has the chunk id, under `cachecraft_chunk_id`.
+        Of documents with the same text one is returned. The metadata also has the chunk id, under
+        `cachecraft_chunk_id`.
 
         Args:
             query: the question.
@@ -396,10 +303,6 @@ class CacheCraftVectorStore(Closeable, VectorStore):
                 2]}}`: `$eq`, `$ne`, `$in`, `$nin`, `$gt`, `$gte`, `$lt`, `$lte`, and `$and`, `$or` over filters), or a
                 predicate on the metadata. It is applied before the search, so there are always `k` hits if `k`
                 documents with different texts pass.
-
-        Raises ConfigError for an unknown option, a `k` below 1 or an invalid filter; IndexStoreError if the index is
-        closed or damaged, or the embeddings are of another width; ForkError in a fork of the process that opened the
-        index; and what the embeddings and a predicate raise.
         """
         check_names(kwargs, ("filter", "k"))
         return self.conversation_search(query, (), k, filter=filter)
@@ -409,19 +312,8 @@ class CacheCraftVectorStore(Closeable, VectorStore):
     ) -> list[Document]:
         """Return `k` of the `fetch_k` most similar documents, chosen to be like the query and unlike each other.
 
-        They are in the order of the choice. There are fewer if `fetch_k` is below `k`, or no more documents pass the
-        filter.
-
-        Args:
-            query: the question.
-            k: most documents, at least 1.
-            fetch_k: number of documents to choose from, at least 1.
-            lambda_mult: 1 chooses by similarity to the query alone, 0 by difference from each other alone.
-            kwargs: `filter`, as in `similarity_search_with_score`.
-
-        Raises ConfigError for an unknown option, a `k` or `fetch_k` below 1, a `lambda_mult` outside of 0 to 1, or an
-        invalid filter; IndexStoreError if the index is closed or damaged, or the embeddings are of another width;
-        ForkError in a fork of the process that opened the index; and what the embeddings and a predicate raise.
+        They are in the order of the choice. With a `lambda_mult` of 1 only similarity to the query counts, with 0 only
+        difference from each other. `filter` is as in `similarity_search_with_score`.
         """
         vector = self._embedding.embed_query(query)
         return self.max_marginal_relevance_search_by_vector(
@@ -438,23 +330,7 @@ class CacheCraftVectorStore(Closeable, VectorStore):
         filter: Filter | None = None,
         **kwargs: object,
     ) -> list[Document]:
-        """Return `k` of the `fetch_k` documents most similar to a vector, chosen to be like it and unlike each other.
-
-        They are in the order of the choice. There are fewer if `fetch_k` is below `k`, or no more documents pass the
-        filter.
-
-        Args:
-            embedding: the vector.
-            k: most documents, at least 1.
-            fetch_k: number of documents to choose from, at least 1.
-            lambda_mult: 1 chooses by similarity to the vector alone, 0 by difference from each other alone.
-            filter: as in `similarity_search_with_score`.
-
-        Raises ConfigError for an unknown option, a `k` or `fetch_k` below 1, a `lambda_mult` outside 0 to 1 or an
-        invalid filter; IndexStoreError for a vector that does not fit and if the index is closed or damaged; TypeError
-        or ValueError for a vector that holds no numbers; ForkError in a fork of the process that opened the index; and
-        what a predicate raises.
-        """
+        """Do the same as `max_marginal_relevance_search` for a vector."""
         check_names(kwargs, ("fetch_k", "filter", "k", "lambda_mult"))
         check_whole("k", k, least=1)
         check_whole("fetch_k", fetch_k, least=1)
@@ -531,10 +407,7 @@ def _without_notes(metadata: dict[str, object]) -> dict[str, object]:
 
 
 def note(document: Document, notes: Mapping[str, object]) -> None:
-    """Replace a document's metadata by a `NotedMetadata`: a copy with `notes` added. Returns None and raises nothing.
-
-    Comparisons ignore only notes under the keys of `NOTE_KEYS`. The former dictionary does not change.
-    """
+    """Replace a document's metadata by a `NotedMetadata`: a copy with `notes` added, whose keys are in `NOTE_KEYS`."""
     document.metadata = NotedMetadata({**document.metadata, **notes})
 
 

@@ -85,15 +85,12 @@ class CacheCraftEmbedding(BaseEmbedding):
     """An `Embedder` as a LlamaIndex embedding model; the default one is in a wheel, so nothing is downloaded.
 
     `from_dict(to_dict())` and a pickled copy, as an `IngestionPipeline` sends to its workers, load the model again.
+    Vectors have unit length and `embedder.dim` numbers.
 
     Args:
         model: an `Embedder`, or its `model` argument.
 
-    Raises `ModelNotFoundError` if the model cannot be loaded, `ConfigError` for an unknown setting or a `model` that is
-    no path, pydantic's ValidationError (a ValueError) for a setting with an invalid value, and `IndexStoreError` if the
-    model gives a vector that is not finite. Embedding raises `IndexStoreError` in that case too, `ForkError` in a fork
-    of the process that loaded the model, and torch's RuntimeError without memory. Vectors have unit length and
-    `embedder.dim` numbers.
+    A setting with an invalid value raises pydantic's ValidationError, a ValueError.
     """
 
     _embedder: Embedder = PrivateAttr()
@@ -108,30 +105,18 @@ class CacheCraftEmbedding(BaseEmbedding):
 
     @classmethod
     def class_name(cls) -> str:
-        """Return "CacheCraftEmbedding", the class name in LlamaIndex's events."""
+        """Return the class name in LlamaIndex's events."""
         return "CacheCraftEmbedding"
 
     def to_dict(self, **kwargs: object) -> dict[str, object]:
-        """Return the settings; `model` names what to load, if that is not `model_name`. Raises nothing.
-
-        The device and the batch size of the `Embedder` are not among them.
-        """
+        """Return the settings, without device and batch size; `model` is what to load, if not `model_name`."""
         data: dict[str, object] = super().to_dict(**kwargs)
         source = self._embedder.source
         return data if source == self.model_name else {**data, "model": source}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any], **kwargs: Any) -> CacheCraftEmbedding:
-        """Return a new object for a `to_dict`; its embedding model is loaded again, on the library's choice of device.
-
-        Args:
-            data: values of `to_dict`; it is not changed.
-            kwargs: settings that override them.
-
-        Raises ModelNotFoundError if the model cannot be loaded, ConfigError for an unknown setting or a `model` that is
-        no path, pydantic's ValidationError (a ValueError) for a setting with an invalid value, IndexStoreError if the
-        model gives vectors that are not finite, and torch's RuntimeError without memory.
-        """
+        """Return a new object for a `to_dict`, whose embedding model is loaded again; `kwargs` override settings."""
         settings = {**data, **kwargs}
         settings.pop("class_name", None)
         name = settings.pop("model_name", BUNDLED_EMBEDDER)
@@ -142,10 +127,7 @@ class CacheCraftEmbedding(BaseEmbedding):
 
     @property
     def embedder(self) -> Embedder:
-        """The `Embedder` that makes the vectors. Raises nothing.
-
-        A new `CacheCraftVectorStore` takes its `fingerprint`, or this object, as `embedding`.
-        """
+        """The `Embedder` that makes the vectors; a new `CacheCraftVectorStore` takes its `fingerprint`."""
         return self._embedder
 
     def _get_query_embedding(self, query: str) -> list[float]:
@@ -166,7 +148,8 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closeable):
     """A LlamaIndex vector store in a folder: adding is idempotent by node id, filters are applied before the search.
 
     Every change is on disk when the call returns; `persist` only makes the next start faster. Scores are cosines. If
-    several nodes have equal text, a search returns one of them, because a prompt has no use for a second.
+    several nodes have equal text, a search returns one of them, because a prompt has no use for a second. Before the
+    first `add` to a new folder there is no index: nothing is found, and deleting does nothing.
 
     Args:
         folder: of the index, made at the first `add`; the command line finds it too if it is `index` inside a store
@@ -175,13 +158,6 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closeable):
         embedding: the model that makes the vectors: a `CacheCraftEmbedding`, or the fingerprint of its `embedder`.
             Another one is then refused, and `CacheCraft` and the command line can open the index. Without it only the
             width of the vectors is checked, and they cannot, because LlamaIndex does not say which model it uses.
-
-    Raises:
-        IndexStoreError: the folder holds an index of another embedding model, or a damaged one. Every method that reads
-            or changes the index raises it once the index is closed, or if its database cannot be read or, for a change,
-            written.
-        ConfigError: an argument of another kind.
-        ForkError: by the same methods, in a fork of the process that opened the index.
     """
 
     stores_text: bool = True
@@ -218,19 +194,14 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closeable):
 
     @classmethod
     def class_name(cls) -> str:
-        """Return "CacheCraftVectorStore", the class name in LlamaIndex's events."""
+        """Return the class name in LlamaIndex's events."""
         return "CacheCraftVectorStore"
 
     @classmethod
     def from_dict(cls, data: dict[str, Any], **kwargs: Any) -> CacheCraftVectorStore:
         """Return a store over the folder of a `to_dict` or a pickle, which is opened if it holds an index.
 
-        Args:
-            data: values of `to_dict`: `folder` and `embedding`.
-            kwargs: arguments of the class; `caches` is not kept and may be given.
-
-        Raises IndexStoreError if the folder holds an index of another embedding model, a damaged one or one of a newer
-        version, ConfigError for an argument of another kind, and TypeError for an unknown one.
+        `kwargs` are arguments of the class; `caches` is not kept and may be given.
         """
         constants = ("class_name", "stores_text", "is_embedding_query")
         return cls(
@@ -242,7 +213,7 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closeable):
 
     @property
     def client(self) -> FaissStore | None:
-        """The `FaissStore` that holds the nodes; None before the first `add` to a new folder. Raises nothing."""
+        """The `FaissStore` that holds the nodes; None before the first `add` to a new folder."""
         return self._store
 
     # --- changes ---
@@ -250,17 +221,10 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closeable):
     def add(self, nodes: Sequence[BaseNode], **kwargs: object) -> list[str]:
         """Add nodes with their embeddings, or replace those with the same ids; returns the node ids, in their order.
 
-        The nodes of each document are one transaction; documents before an error stay. The list is empty without nodes.
-        The first call for a new folder makes the index. Chunk-caches of replaced nodes, and those that wait after
-        `delete`, are deleted if no node in the index has their text any more. The options `batch_size` and
-        `show_progress` are accepted and ignored.
-
-        Raises IndexStoreError for vectors that do not fit the index, if another model made it, and if it is closed or
-        cannot be written; ConfigError for an unknown option, and for an id or a text that is not valid Unicode;
-        ValueError for a node without an embedding, for embeddings of different widths, and for metadata that pydantic
-        cannot write as JSON; and ForkError in a fork of the process that opened the index or the store of chunk-caches.
-        StoreError or ServerError if chunk-caches of replaced nodes cannot be deleted, and ConfigError if a server
-        refuses to delete them: the nodes were added then.
+        The nodes of each document are one transaction; documents before an error stay. Chunk-caches of replaced nodes,
+        and those that wait after `delete`, are deleted if no node in the index has their text any more; if that fails
+        (StoreError, ServerError), the nodes were added. The options `batch_size` and `show_progress` are accepted and
+        ignored.
         """
         check_names(kwargs, _HINTS)
         nodes = list(nodes)
@@ -278,14 +242,9 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closeable):
         return [node.node_id for node in nodes]
 
     def delete(self, ref_doc_id: str, **delete_kwargs: object) -> None:
-        """Remove a document's nodes; an unknown document is ignored. Returns None.
+        """Remove a document's nodes; an unknown document is ignored.
 
-        A chunk that another document has too stays, with its chunk-cache. Chunk-caches follow with the next `add`,
-        after a minute, or at `close`: an upsert deletes first. Before the first `add` to a new folder it does nothing.
-
-        Raises ConfigError for an unknown option and for an id that is no valid text, IndexStoreError if the index is
-        closed or cannot be written, ForkError in a fork of the process that opened it, and RuntimeError if the system
-        has no room for the thread that deletes chunk-caches later.
+        Chunk-caches follow with the next `add`, after a minute, or at `close`: an upsert deletes first.
         """
         check_names(delete_kwargs, ())
         if self._store is not None:
@@ -297,18 +256,11 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closeable):
         filters: MetadataFilters | None = None,
         **delete_kwargs: object,
     ) -> None:
-        """Remove the nodes that have one of the ids (None: any) and pass the filters. Returns None.
+        """Remove the nodes that have one of the ids (None: any) and pass the filters.
 
-        No node has one of an empty list of ids. Documents without a node left are removed too. A chunk that LlamaIndex
-        did not add has its chunk id as its node id, and is removed from every document. Chunk-caches follow with the
-        next `add`, after a minute, or at `close`. Does nothing before the first `add` to a new folder.
-
-        Raises ConfigError without ids unless there are filters, and each group of them has a condition (an empty group
-        passes every node), for an unknown option, and for filters that are nested too deep; TypeError or ValueError for
-        values of filters that cannot be compared; TypeError for `node_ids` that cannot be iterated or hold anything
-        that JSON cannot; IndexStoreError if the index is closed or damaged or cannot be written; ForkError in a fork of
-        the process that opened it; and RuntimeError if the system has no room for the thread that deletes chunk-caches
-        later.
+        Documents without a node left are removed too. A chunk that LlamaIndex did not add has its chunk id as its node
+        id, and is removed from every document. Chunk-caches follow as after `delete`. Raises ConfigError without ids
+        unless there are filters, and each group of them has a condition: an empty group passes every node.
         """
         check_names(delete_kwargs, ())
         if node_ids is None and (filters is None or has_empty_group(filters)):
@@ -324,13 +276,9 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closeable):
             self._evictions.later(self._store, self._store.delete_chunks(unnamed).removed)
 
     def clear(self) -> None:
-        """Remove all nodes, and at once their chunk-caches; the index stays open. Returns None.
+        """Remove all nodes, and at once their chunk-caches; the index stays open.
 
-        Documents that LlamaIndex did not add are removed too. Each document is one transaction. Does nothing before the
-        first `add` to a new folder. Raises IndexStoreError if the index is closed or cannot be written, and ForkError
-        in a fork of the process that opened it or the store of chunk-caches; RuntimeError if the system has no room for
-        a thread; StoreError or ServerError if the chunk-caches cannot be deleted, and ConfigError if a server refuses
-        to delete them: the nodes were removed then.
+        Documents that LlamaIndex did not add are removed too. Each document is one transaction.
         """
         if self._store is not None:
             for document in self._store.documents():
@@ -347,14 +295,11 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closeable):
     def get_nodes(
         self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None
     ) -> list[BaseNode]:
-        """Return the nodes that have one of the ids (None: any) and pass the filters; an empty list without an index.
+        """Return the nodes that have one of the ids (None: any) and pass the filters, without embeddings.
 
         They are sorted by document, and not in the order of the ids; chunks that LlamaIndex did not add, whose node id
-        is their chunk id, come last if ids are given. Unknown ids are ignored. The metadata of each node also has its
-        chunk id, under `cachecraft_chunk_id`. Embeddings are not returned. Raises ConfigError for filters that are
-        nested too deep; TypeError for `node_ids` that cannot be iterated or hold anything that JSON cannot; TypeError
-        or ValueError for values that cannot be compared; IndexStoreError if the index is closed or damaged; and
-        ForkError in a fork of the process that opened it.
+        is their chunk id, are last if ids are given. The metadata of each node also has its chunk id, under
+        `cachecraft_chunk_id`.
         """
         if self._store is None:
             return []
@@ -370,23 +315,16 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closeable):
         return [*nodes, *(node for node in more if node.node_id in unknown)]
 
     def query(self, query: VectorStoreQuery, **kwargs: object) -> VectorStoreQueryResult:
-        """Return the best nodes, best first, with their scores and ids; an empty result without an index.
+        """Return the best nodes, best first, with their scores and ids.
 
         Query modes: the default, by embedding, whose scores are cosines; and `mmr`, near the query and unlike each
-        other. The scores of `mmr` are those of LlamaIndex's choice and no cosines, and its nodes are in the order of
-        the choice. There are fewer nodes than `similarity_top_k` if no more pass the filters. Of nodes with equal text
-        one is returned. Their metadata also has the chunk id, under `cachecraft_chunk_id`.
+        other, whose scores are those of LlamaIndex's choice and no cosines. Of nodes with equal text one is returned.
+        Their metadata also has the chunk id, under `cachecraft_chunk_id`.
 
         Args:
             query: LlamaIndex's query; its filters may be nested.
             kwargs: for `mmr`: `mmr_threshold` (1: only near the query), and `mmr_prefetch_k`, the number of nodes to
                 choose from (default: four times as many as asked for).
-
-        Raises ConfigError for other modes, for a query without an embedding, for an option that is unknown or out of
-        range, for a `similarity_top_k` below 1 (not with `mmr_prefetch_k`), and for filters that are nested too deep;
-        IndexStoreError for an embedding of another width, and if the index is closed or damaged; TypeError or
-        ValueError for values of filters that cannot be compared, and for an embedding that holds no numbers; and
-        ForkError in a fork of the process that opened the index.
         """
         check_names(kwargs, ("mmr_prefetch_k", "mmr_threshold"))
         if query.mode not in (VectorStoreQueryMode.DEFAULT, VectorStoreQueryMode.MMR):
@@ -441,20 +379,14 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closeable):
     # --- life ---
 
     def persist(self, persist_path: str = "", fs: object = None) -> None:
-        """Write the index file into the store's own folder; LlamaIndex's arguments are ignored. Returns None.
-
-        Nothing is lost without it. A file that cannot be written is logged. Does nothing before the first `add` to a
-        new folder, and for a folder that was deleted or cannot be written. Otherwise it raises IndexStoreError if the
-        index is closed or cannot be read, and ForkError in a fork of the process that opened it.
-        """
+        """Write the index file, see `FaissStore.save`; LlamaIndex's arguments are ignored."""
         if self._store is not None:
             self._store.save()
 
     def close(self) -> None:
         """Delete the chunk-caches of deleted nodes that were not added again; close the index if it was opened here.
 
-        If the store of chunk-caches fails or is closed, they stay until their space is needed, with a warning in the
-        log. Raises nothing. A second call does nothing more.
+        If that fails, they stay until the next deletion, with a warning in the log.
         """
         if self._store is not None:
             self._evictions.finish(self._store)
@@ -482,12 +414,7 @@ class ConversationQuery(QueryBundle):
 
     @classmethod
     def of(cls, question: str, history: Sequence[Turn]) -> QueryBundle:
-        """Return the query of a question after these turns; a plain `QueryBundle` for a first question.
-
-        That is one for which `search_texts` gives a single text. Otherwise the query's text is the last of the texts,
-        and all of them are its `custom_embedding_strs`. Raises nothing for a history of pairs of texts, (role, text)
-        each.
-        """
+        """Return the query of a question after these turns; a plain `QueryBundle` for a first question."""
         texts = search_texts(question, history)
         if len(texts) == 1:
             return QueryBundle(question)
@@ -503,13 +430,6 @@ class CacheCraftRetriever(BaseRetriever):
         rag: a `CacheCraft`, or a plain `Retriever`; you close it yourself.
         top_k: how many chunks to retrieve.
         filters: which chunks may be retrieved, by their metadata.
-
-    Raises `ConfigError` for a `top_k` below 1 and for an argument of another kind. Retrieving returns at most `top_k`
-    nodes, best first. It raises `ConfigError` for a question that is no text and for filters that are nested too deep;
-    `IndexStoreError` if the index holds no documents yet, is closed or damaged, or a vector does not fit it;
-    `ForkError` in a fork of the process that opened the index or loaded the embedding model; TypeError or ValueError
-    for values of filters that cannot be compared; and
-    torch's RuntimeError without memory.
     """
 
     def __init__(
@@ -567,10 +487,9 @@ def _chunk_of(node: BaseNode) -> Chunk:
 
 
 def without_paths(node: BaseNode) -> BaseNode:
-    """Return a copy of the node whose text for the model (`MetadataMode.LLM`) leaves out `PATH_KEYS`.
+    """Return a copy of the node whose text for the model leaves out the metadata keys of `PATH_KEYS`.
 
-    That is the key `file_path`, which stays in the metadata. A node that has no such key, or leaves it out already, is
-    returned itself. Raises nothing.
+    A node that has no such key, or leaves it out already, is returned itself.
     """
     seen = (PATH_KEYS & node.metadata.keys()) - set(node.excluded_llm_metadata_keys)
     if not seen:
@@ -583,7 +502,7 @@ def without_paths(node: BaseNode) -> BaseNode:
 def with_notes(node: BaseNode, notes: Mapping[str, object]) -> BaseNode:
     """Return a copy of a node with `notes` added to its metadata; neither the model nor the embedding model sees them.
 
-    A note replaces metadata of the same name. The node itself does not change. Raises nothing.
+    A note replaces metadata of the same name.
     """
     hidden_from_llm = dict.fromkeys((*node.excluded_llm_metadata_keys, *notes))
     hidden_from_embedder = dict.fromkeys((*node.excluded_embed_metadata_keys, *notes))
@@ -597,10 +516,7 @@ def with_notes(node: BaseNode, notes: Mapping[str, object]) -> BaseNode:
 
 
 def without_notes(node: BaseNode) -> BaseNode:
-    """Return the node without what this package noted in its metadata: a copy, or the node itself if it has no note.
-
-    An index would keep an outdated note. Raises nothing.
-    """
+    """Return the node without what this package noted in its metadata: an index would keep an outdated note."""
     if not NOTE_KEYS & node.metadata.keys():
         return node
     return node.model_copy(

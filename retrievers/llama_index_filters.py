@@ -29,16 +29,13 @@ def where_of(
     """Return filters and ids, all of which must hold, as a `where` of `FaissStore.search`; None if nothing filters.
 
     Filters without a condition filter nothing at the top, of whatever kind. Nested, such an "or" passes no chunk, and
-    the others pass every chunk.
+    the others pass every chunk. Values that cannot be compared raise LlamaIndex's own TypeError or ValueError, later,
+    in the search.
 
     Args:
-        filters: LlamaIndex's filters, which may be nested; None: none.
-        node_ids: ids of nodes; None and an empty list mean any. A chunk that LlamaIndex did not add has no node id, and
-            passes no list of ids.
-        doc_ids: ids of documents (`ref_doc_id`, or `source` of a chunk without one); None and an empty list mean any.
-
-    Raises ConfigError for filters that are nested more than 50 deep. Values that cannot be compared raise LlamaIndex's
-    own TypeError or ValueError, later, in the search.
+        filters: LlamaIndex's filters, which may be nested.
+        node_ids: ids of nodes. A chunk that LlamaIndex did not add has no node id, and passes no list of ids.
+        doc_ids: ids of documents (`ref_doc_id`, or `source` of a chunk without one).
     """
     parts: list[Where] = [_group(filters)] if filters is not None and filters.filters else []
     nodes = frozenset(node_ids or ())
@@ -53,10 +50,7 @@ def where_of(
 
 
 def has_empty_group(filters: MetadataFilters, *, depth: int = 0) -> bool:
-    """Return True if the filters, or filters nested in them, have no condition; False else.
-
-    Raises `ConfigError` for filters that are nested more than 50 deep.
-    """
+    """Return True if the filters, or filters nested in them, have no condition."""
     check_depth(depth)
     nested = [part for part in filters.filters if isinstance(part, MetadataFilters)]
     return not filters.filters or any(has_empty_group(part, depth=depth + 1) for part in nested)

@@ -48,9 +48,8 @@ class Retriever:
     ) -> list[SearchHit]:
         """Return the `top_k` chunks most similar to the question, best first.
 
-        There are fewer if no more chunks pass the filter, and the list is empty if none does. The index in memory is
-        first brought up to date with the database, which takes longer at the first search of a process. A question that
-        is too long for the embedding model is searched for part by part: a chunk's score is that of the best part.
+        A question that is too long for the embedding model is searched for part by part: a chunk's score is that of the
+        best part. Raises IndexStoreError if the index holds no chunks yet.
 
         Args:
             question: the question.
@@ -58,17 +57,7 @@ class Retriever:
             where: filters them, see `FaissStore.search`.
             history: the conversation before the question, user first. The question is then searched for together with
                 the questions before it (`search_texts`), and chunks that the turn before would retrieve are ranked as
-                if their scores were 0.02 higher, because their chunk-caches exist. The scores themselves do not change.
-
-        Raises:
-            ConfigError: a question that is not a text, a `top_k` below 1, an invalid filter, or a history that is no
-                list of pairs of texts.
-            IndexStoreError: the index holds no chunks yet, is closed or damaged, or was made with vectors of another
-                width; or the embedding model gives a vector that is not finite.
-            ForkError: called in a fork of the process that opened the index or loaded the model.
-            RuntimeError: torch has no memory for the embedding model.
-
-        What the filter raises passes if it is a function.
+                if their scores were 0.02 higher, because their chunk-caches exist.
         """
         check_text("question", question, damaged=True)
         check_whole("top_k", top_k, least=1)
@@ -90,49 +79,16 @@ class Retriever:
         return hits
 
     def documents(self) -> list[StoredDocument]:
-        """Return all documents of the index, sorted by `doc_id`, with the number of their chunks; [] without any.
-
-        A document without chunks is among them. A chunk counts once for each place that it has in the document.
-
-        Raises:
-            IndexStoreError: the index is closed or cannot be read.
-            ForkError: called in a fork of the process that opened the index.
-        """
+        """Return all documents of the index, sorted by `doc_id`, with the number of their chunks."""
         return self.index.documents()
 
     def remove_documents(self, names: Iterable[str]) -> RemovalReport:
-        """Remove documents by `doc_id` (or all of a folder: `docs/`), with the chunk-caches of their chunks.
-
-        Files stay where they are, so indexing their folder again brings them back. A chunk that another document has
-        too stays. Each document is one transaction: if the index fails, those before it stay removed. Chunk-caches
-        that cannot be deleted now are deleted by the next call.
-
-        Returns:
-            The doc_ids and chunk ids that were removed, and the number and bytes of their chunk-caches. All are empty
-            and 0 without names; the last two are also 0 without `caches`.
-
-        Raises:
-            DocumentError: a name that no document has; nothing was removed then.
-            ConfigError: `names` is a single text or no list, or a name is empty or no text; nothing was removed then.
-                Or a server refuses to remove chunk-caches, once the documents were removed.
-            IndexStoreError: the index is closed, or cannot be read or written.
-            StoreError, ServerError: the documents were removed, but their chunk-caches could not be.
-            ForkError: this process is a fork of the one that opened the index, or the store of chunk-caches. In the
-                second case the documents were removed.
-        """
+        """Remove documents with the chunk-caches of their chunks, see `index.removal.remove_documents`; files stay."""
         return remove_documents(self.index, names, caches=self.caches)
 
 
 def open_index(root: str | os.PathLike[str], embedder: EmbeddingModel) -> FaissStore:
-    """Open the retrieval index in the folder `index` inside the store folder `root`, or make it; the caller closes it.
-
-    Raises:
-        IndexStoreError: it was made with another embedding model, is damaged, of a newer version or locked by another
-            process for 30 seconds, or its folder cannot be used.
-        RuntimeError: torch has no memory to compute the embedding model's fingerprint.
-        TypeError: `root` is no path.
-        ConfigError: `root` holds a NUL, or letters that no path can hold.
-    """
+    """Open the index in the folder `index` inside the store folder `root`, or make it; the caller closes it."""
     return FaissStore.open(
         Path(root) / INDEX_FOLDER, dim=embedder.dim, embedder_fingerprint=embedder.fingerprint
     )

@@ -100,8 +100,8 @@ class FaissStore(Closeable):
     as a whole or not at all. `dim` is the width of the vectors, `embedder` the fingerprint of the model that made them.
 
     Every method except `close` raises `IndexStoreError` once the store is closed, or if its database cannot be read or,
-    for a change, written. It raises `ForkError` in a fork of the process that opened the store. `save` raises neither
-    for a folder that was deleted or cannot be written: it does nothing then.
+    for a change, written, and `ForkError` in a fork of the process that opened the store. `save` does nothing for a
+    folder that was deleted or cannot be written.
     """
 
     def __init__(self, folder: Path, db: Database, settings: Mapping[str, str]) -> None:
@@ -142,8 +142,7 @@ class FaissStore(Closeable):
             embedder_fingerprint: `name@digest` of the embedding model; only the digest counts.
 
         Raises IndexStoreError if there is no store, if it was made with another embedding model or another `dim`, if
-        its database is damaged, of a newer version or locked by another process for 30 seconds, or if the folder cannot
-        be used; ConfigError for a folder that is no path.
+        its database is damaged, of a newer version or locked by another process for 30 seconds.
         """
         check_path("folder", folder)
         path = Path(folder).absolute()  # for as long as it is open, wherever the process goes
@@ -174,21 +173,16 @@ class FaissStore(Closeable):
     ) -> Change:
         """Replace the chunks of a document by these, in this order; other documents keep theirs.
 
+        Returns the ids of the chunks that are new to the store, each once, and of those that left it. Raises
+        IndexStoreError for vectors that do not fit or are not finite, and if a document of this name is from another
+        `root`.
+
         Args:
             doc_id: the document; it is made if it is missing.
             chunks: its chunks; without any, the document stays with none.
             vectors: `[chunks, dim]`; a chunk that is in the store already keeps the vector it has.
             content_digest: noted, so that an unchanged document is not indexed again.
-            root: path of the folder that the document came from; "": none.
-
-        Digest and root replace the former ones. Keys of its places (see `add`) are gone. Returns the ids of the chunks
-        that are new to the store, each once, and of those that left it; both are empty if neither changed.
-
-        Raises IndexStoreError for vectors of another shape or number, that are not finite, too large or no numbers, if
-        a document of this name comes from another `root`, and if the index is closed or cannot be written; ConfigError
-        for metadata that is not scalar, and for a `doc_id` or a chunk's text that is not valid Unicode; TypeError for
-        metadata whose keys cannot be sorted; UnicodeEncodeError for a `content_digest` or a `root` with half a
-        surrogate pair; ForkError in a fork. Nothing is changed then.
+            root: path of the folder that the document is from; "": none.
         """
         check_text("doc_id", doc_id)
         matrix = self._checked(vectors, len(chunks))
@@ -219,23 +213,16 @@ class FaissStore(Closeable):
     ) -> Change:
         """Append chunks to a document, which is made if it is missing.
 
-        The document's content digest is cleared, because it no longer tells what the document holds.
+        Returns the ids of the chunks that are new to the store, and of those that left it; a chunk that left and was
+        added again is in neither. The document's content digest is cleared, because it no longer tells what the
+        document holds.
 
         Args:
             doc_id: the document.
             chunks: the chunks to append.
-            vectors: `[chunks, dim]`; a chunk that is in the store already keeps the vector it has.
+            vectors: as in `upsert`.
             keys: the caller's names for these places, one each, no two alike; a place that has one of them already, in
-                whatever document, is removed first, and so is another document that has no place left then. None: no
-                names.
-
-        Without chunks the document is made, or its digest cleared, all the same. Returns the ids of the chunks that are
-        new to the store, and of those that left it. A chunk that left and was added again is in neither.
-
-        Raises ConfigError for keys that are not one valid text without NUL for each chunk, or not unique, for metadata
-        that is not scalar, and for a `doc_id` or a chunk's text that is not valid Unicode; IndexStoreError for vectors
-        of another shape or number, that are not finite, too large or no numbers, and if the index is closed or cannot
-        be written; TypeError for metadata whose keys cannot be sorted; ForkError in a fork. Nothing is changed then.
+                whatever document, is removed first, and so is another document that has no place left then.
         """
         check_text("doc_id", doc_id)
         matrix = self._checked(vectors, len(chunks))
@@ -264,11 +251,7 @@ class FaissStore(Closeable):
         )
 
     def set_digest(self, doc_id: str, content_digest: str) -> None:
-        """Change a document's content digest; its chunks stay. An unknown document is ignored. Return None.
-
-        Raises ConfigError for a `doc_id` that is not valid Unicode, UnicodeEncodeError for such a digest,
-        IndexStoreError if the index is closed or cannot be written, and ForkError in a fork.
-        """
+        """Change a document's content digest; its chunks stay. An unknown document is ignored."""
         check_text("doc_id", doc_id)
         with self._opened().writing() as db:
             db.execute(
@@ -276,12 +259,7 @@ class FaissStore(Closeable):
             )
 
     def delete_document(self, doc_id: str) -> Change:
-        """Remove a document and those of its chunks that no other document has; return the ids of these chunks.
-
-        They are in `Change.removed`; `added` is empty. For an unknown document nothing is removed, and nothing raised.
-        Raises ConfigError for a `doc_id` that is not valid Unicode, IndexStoreError if the index is closed or cannot be
-        written, and ForkError in a fork.
-        """
+        """Remove a document and those of its chunks that no other document has, whose ids are `Change.removed`."""
         check_text("doc_id", doc_id)
         with self._opened().writing() as db:
             before = [
@@ -295,12 +273,9 @@ class FaissStore(Closeable):
         return self._erased(change)
 
     def delete_chunks(self, chunk_ids: Iterable[str]) -> Change:
-        """Remove chunks from every document that has them; return the ids of those that were there.
+        """Remove chunks from every document that has them; unknown ids are ignored.
 
-        They are in `Change.removed`; `added` is empty, and unknown ids are ignored. The documents stay, with their
-        content digests, so an unchanged file does not bring the chunks back. Raises IndexStoreError if the index is
-        closed or cannot be written, ForkError in a fork, and TypeError for `chunk_ids` that cannot be iterated or hold
-        anything that JSON cannot.
+        The documents stay, with their content digests, so an unchanged file does not bring the chunks back.
         """
         with self._opened().writing() as db:
             chosen = "SELECT number FROM chunks WHERE chunk_id IN ({})"
@@ -311,39 +286,31 @@ class FaissStore(Closeable):
         return self._erased(change)
 
     def delete_keys(self, keys: Iterable[str]) -> Change:
-        """Remove the places with these keys, and the documents that have none left; unknown keys are ignored.
-
-        Returns the ids of the chunks that left the store in `Change.removed`; `added` is empty. Raises IndexStoreError
-        if the index is closed or cannot be written, ForkError in a fork, and TypeError for `keys` that cannot be
-        iterated or hold anything that JSON cannot.
-        """
+        """Remove the places with these keys, and the documents that have none left; unknown keys are ignored."""
         with self._opened().writing() as db:
             change = self._changed(db, (), self._drop_places(db, keys))
         return self._erased(change)
 
     def removed_chunks(self) -> dict[str, int]:
-        """Return the ids of chunks that left the index and are not back, and whose chunk-caches may still be stored.
+        """Return the ids of chunks that left the index, whose chunk-caches may still be stored, each with a number.
 
-        Each has a number, for `forget_removed`. They are noted in the transaction that removes a chunk, so they survive
-        the process. Empty if there are none. Raises IndexStoreError if the index is closed or cannot be read, and
-        ForkError in a fork.
+        The transaction that removes a chunk notes it until `forget_removed`, so the note survives the process.
         """
         with self._opened().snapshot() as db:
             return dict(db.execute("SELECT chunk_id, place FROM removed_chunks ORDER BY place"))
 
     @property
     def has_removed(self) -> bool:
-        """True if a chunk has ever left this index. Raises IndexStoreError if it is closed or cannot be read."""
+        """True if a chunk has ever left this index."""
         with self._opened().reading() as db:
             return bool(
                 db.execute("SELECT 1 FROM sqlite_sequence WHERE name = 'removed_chunks'").fetchall()
             )
 
     def forget_removed(self, places: Iterable[int]) -> None:
-        """Forget removed chunks by their numbers in `removed_chunks`: their chunk-caches are deleted. Return None.
+        """Forget removed chunks by their numbers in `removed_chunks`: their chunk-caches are deleted.
 
-        A chunk that came back and left again meanwhile has another number, and stays noted. Raises IndexStoreError if
-        the index is closed or cannot be written, and ForkError in a fork.
+        A chunk that was added and left again meanwhile has another number, and stays noted.
         """
         with self._opened().writing() as db:
             _by_list(db, "DELETE FROM removed_chunks WHERE place IN ({})", places)
@@ -355,9 +322,8 @@ class FaissStore(Closeable):
     ) -> list[SearchHit]:
         """Return the `k` most similar chunks, or as many as there are; by falling score, equal scores by chunk id.
 
-        A hit carries the metadata of the chunk's first owner, by doc_id and position. The list is empty if the store
-        holds no chunk, or none that passes the filter. The first search of a process reads the index file, and each one
-        brings the index in memory up to date with the database.
+        A hit carries the metadata of the chunk's first owner, by doc_id and position. Each search brings the index in
+        memory up to date with the database; the first one of a process reads the index file.
 
         Args:
             vector: `[dim]`, of unit length for cosine scores. Or an array of several, `[vectors, dim]`: a chunk's
@@ -370,10 +336,6 @@ class FaissStore(Closeable):
                 on.
             exact: compare all vectors also where there are more than `vector_index.COARSE_FROM`; with `where` that is
                 so.
-
-        Raises ConfigError for a `k` below 1 or an invalid filter; IndexStoreError for a vector of another width, that
-        is not finite or too large, and if the index is closed or damaged; ForkError in a fork; and what a filter that
-        is a function raises.
         """
         check_whole("k", k, least=1)
         check_where(where)
@@ -399,11 +361,9 @@ class FaissStore(Closeable):
         return sorted(hits, key=lambda hit: (-hit.score, hit.chunk_id))[:k]
 
     def get(self, chunk_ids: Iterable[str]) -> list[Chunk]:
-        """Return the chunks of these ids, in this order, with the metadata of their first owner; [] without ids.
+        """Return the chunks of these ids, in this order, with the metadata of their first owner.
 
-        The first owner is that by doc_id and position. An id that is given twice gives its chunk twice. Raises
-        IndexStoreError if one of them is not in the store, and if the index is closed or damaged; ForkError in a fork;
-        and TypeError for `chunk_ids` that cannot be iterated or hold anything that JSON cannot.
+        The first owner is that by doc_id and position. Raises IndexStoreError if one of them is not in the store.
         """
         chunk_ids = list(chunk_ids)
         with self._opened().snapshot() as db:
@@ -424,16 +384,7 @@ class FaissStore(Closeable):
     ) -> list[Chunk]:
         """Return the chunks of all places that have one of the keys, each with its own metadata, sorted by document.
 
-        A chunk with several such places is returned for each. The list is empty if there is no such place, or no keys
-        are given. Unknown keys are ignored.
-
-        Args:
-            keys: names of places, see `add`; None: all places, also those without a name.
-            where: as in `search`.
-
-        Raises ConfigError for an invalid filter, IndexStoreError if the index is closed or damaged, ForkError in a
-        fork, TypeError for `keys` that cannot be iterated or hold anything that JSON cannot, and what the filter raises
-        if it is a function.
+        Unknown keys are ignored. Keys of None are all places, also those without a name; `where` is as in `search`.
         """
         check_where(where)
         with self._opened().snapshot() as db:
@@ -445,12 +396,7 @@ class FaissStore(Closeable):
         return [chunk for chunk in chunks if accepts(where, chunk.metadata)]
 
     def known_vectors(self, chunk_ids: Iterable[str]) -> dict[str, NDArray[np.float32]]:
-        """Return the vectors, float32 `[dim]` each, of the chunks that are in the store, by chunk id.
-
-        Chunks that are not in the store are left out. The arrays cannot be written. Raises IndexStoreError if the index
-        is closed or cannot be read, ForkError in a fork, and TypeError for `chunk_ids` that cannot be iterated or hold
-        anything that JSON cannot.
-        """
+        """Return the vectors, float32 `[dim]` each and read-only, of those chunks that are in the store."""
         with self._opened().snapshot() as db:
             rows = _by_list(
                 db,
@@ -462,11 +408,7 @@ class FaissStore(Closeable):
             return {chunk_id: np.frombuffer(vector, dtype="<f4") for chunk_id, vector, _ in rows}
 
     def present(self, chunk_ids: Iterable[str]) -> set[str]:
-        """Return which of these chunks are in the store, by their ids.
-
-        Raises IndexStoreError if the index is closed or cannot be read, ForkError in a fork, and TypeError for
-        `chunk_ids` that cannot be iterated or hold anything that JSON cannot.
-        """
+        """Return the ids of those of these chunks that are in the store."""
         with self._opened().snapshot() as db:
             rows = _by_list(db, "SELECT chunk_id FROM chunks WHERE chunk_id IN ({})", chunk_ids)
             return {row[0] for row in rows}
@@ -474,13 +416,7 @@ class FaissStore(Closeable):
     def similar(self, chunk_id: str, k: int) -> list[Chunk]:
         """Return the `k` other chunks whose vectors are most similar to this chunk's, best first.
 
-        Each has the metadata of its first owner, by doc_id and position. There are fewer if the store has no more, and
-        the list is empty for a `k` of 0.
-
-        Raises:
-            IndexStoreError: the chunk is not in the store, or the index is closed or damaged.
-            ConfigError: `k` is below 0.
-            ForkError: called in a fork.
+        Each has the metadata of its first owner. Raises IndexStoreError if the chunk is not in the store.
         """
         vector = self.known_vectors([chunk_id]).get(chunk_id)
         if vector is None:
@@ -492,22 +428,13 @@ class FaissStore(Closeable):
         return [Chunk(hit.text, hit.metadata, hit.chunk_id) for hit in others[:k]]
 
     def chunks_of(self, doc_id: str) -> list[Chunk]:
-        """Return the chunks of a document in the order they were given; an empty list for an unknown document.
-
-        A chunk that is in it twice is returned twice. The metadata is that of each place in this document.
-
-        Raises ConfigError for a `doc_id` that is not valid Unicode, IndexStoreError if the index is closed or damaged,
-        and ForkError in a fork.
-        """
+        """Return the chunks of a document in the order they were given, each place with its own metadata."""
         check_text("doc_id", doc_id)
         with self._opened().snapshot() as db:
             return [chunk_of(*row) for row in db.execute(_PLACES.format("doc_id = ?"), (doc_id,))]
 
     def documents(self) -> list[StoredDocument]:
-        """Return all documents with the numbers of their chunks, sorted by `doc_id`; an empty list without any.
-
-        Raises IndexStoreError if the index is closed or cannot be read, and ForkError in a fork.
-        """
+        """Return all documents with the numbers of their chunks, sorted by `doc_id`."""
         with self._opened().snapshot() as db:
             rows = db.execute(
                 "SELECT doc_id, content_digest, root, (SELECT COUNT(*) FROM owners o WHERE o.doc_id = d.doc_id) "
@@ -516,21 +443,14 @@ class FaissStore(Closeable):
             return [StoredDocument(*row) for row in rows]
 
     def holds(self, doc_id: str) -> bool:
-        """Return True if there is a document of this name, also one without chunks.
-
-        Raises ConfigError for a `doc_id` that is not valid Unicode, IndexStoreError if the index is closed or cannot be
-        read, and ForkError in a fork.
-        """
+        """Return True if there is a document of this name, also one without chunks."""
         check_text("doc_id", doc_id)
         with self._opened().snapshot() as db:
             rows = db.execute("SELECT 1 FROM documents WHERE doc_id = ?", (doc_id,)).fetchall()
             return bool(rows)
 
     def stats(self) -> IndexStats:
-        """Return the numbers of documents, chunks and places (owners), and the number of changes; all may be 0.
-
-        Raises IndexStoreError if the index is closed or cannot be read, and ForkError in a fork.
-        """
+        """Return the numbers of documents, chunks and places (owners), and the number of changes."""
         counts = ", ".join(
             f"(SELECT COUNT(*) FROM {table})" for table in ("documents", "chunks", "owners")
         )
@@ -541,11 +461,9 @@ class FaissStore(Closeable):
     # --- life ---
 
     def compact(self) -> None:
-        """Write the database again without the bytes of chunks that were removed; return None.
+        """Write the database again without the bytes of chunks that were removed, as `open`, `save` and `close` do too.
 
-        `open`, `save` and `close` do it too. Without removed chunks it does nothing. If the database cannot be written
-        now, a warning is logged, and the next call tries again, in any process. Raises IndexStoreError if the index
-        file cannot be deleted, or the index is closed or cannot be read, and ForkError in a fork.
+        If it cannot be written now, a warning is logged, and the next call tries again, in any process.
         """
         database = self._opened()
         if database.must_be_compacted and self.folder.is_dir():
@@ -553,13 +471,10 @@ class FaissStore(Closeable):
             database.compact()
 
     def save(self) -> None:
-        """Write the index file, so that the next process starts faster; return None.
+        """Write the index file, so that the next process starts faster; nothing is lost without it.
 
-        First brings the index in memory up to date with the database; a file that is up to date is not written again.
-        Nothing is lost without it: every change is on the disk when the method that makes it returns. A file that
-        cannot be written raises nothing: a warning is logged. A store that may only be read, or whose folder was
-        deleted, is left alone, also if it is closed or in a fork. Otherwise it raises IndexStoreError if the index is
-        closed or its database cannot be read or written, and ForkError in a fork.
+        A file that cannot be written is a warning in the log. A store that may only be read, or whose folder was
+        deleted, is left alone.
         """
         # deleted meanwhile: nothing of it comes back
         if self._db.read_only or not self.folder.is_dir():
@@ -585,8 +500,8 @@ class FaissStore(Closeable):
     def close(self) -> None:
         """Close the database; first write the index file, as in `save`, if a search or `save` has loaded the index.
 
-        Afterwards other methods raise IndexStoreError. A second call does nothing. Raises nothing: a database that
-        cannot be read leaves the file as it was, with a warning in the log. In a fork it does nothing.
+        Raises nothing: a database that cannot be read leaves the file as it was, with a warning in the log. In a fork
+        it does nothing.
         """
         if not self._home.here:  # a fork of its process: the files are that one's
             return
@@ -639,7 +554,7 @@ class FaissStore(Closeable):
         return matrix
 
     def _verify_vector(self, chunk_id: str, vector: bytes, checksum: int | None) -> None:
-        """Raise IndexStoreError if a stored vector does not have `dim` numbers, or not its checksum."""
+        """Raise IndexStoreError unless a stored vector has `dim` numbers and its checksum."""
         whole = isinstance(vector, bytes) and len(vector) == 4 * self.dim
         if not whole or checksum not in (None, vector_sum(chunk_id, vector)):
             raise self._damaged(f"the vector of chunk {chunk_id}")
@@ -738,10 +653,7 @@ class FaissStore(Closeable):
         return change
 
     def _drop_index_file(self) -> None:
-        """Delete the index file, which holds all vectors, and unfinished ones of killed processes.
-
-        The next `save` writes another. Raises IndexStoreError.
-        """
+        """Delete the index file, which holds all vectors, and unfinished ones of killed processes."""
         try:
             for path in self.folder.glob(f"{INDEX_FILE}*"):
                 path.unlink(missing_ok=True)
@@ -815,7 +727,7 @@ def _chunk_rows(
 def _by_list(
     db: sqlite3.Connection, query: str, values: Iterable[str] | Iterable[int]
 ) -> list[tuple[Any, ...]]:
-    """The rows of a query whose `{}` stands for a list of values of any length, which the database takes as JSON.
+    """Return the rows of a query whose `{}` is a list of values of any length, which the database takes as JSON.
 
     Texts with a NUL are left out: SQLite would cut them there, and no key or chunk id has one.
     """

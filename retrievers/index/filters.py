@@ -64,15 +64,9 @@ GROUPS: dict[str, Callable[[Iterable[bool]], bool]] = {"$and": all, "$or": any}
 
 
 def check_where(where: Where | None, *, depth: int = 0) -> None:
-    """Raise ConfigError for a filter of another form, with an unknown comparison, or nested too deep; return None else.
+    """Raise ConfigError for a filter of another form, with an unknown comparison, or nested more than 50 deep.
 
-    Raises ConfigError for `$and` and `$or` without a list of filters too, for `$in` and `$nin` without a list or set,
-    and for other comparisons with one. "Too deep" means more than `DEEPEST_FILTER` (50) levels. An unknown group
-    (`$not`) and a list in place of a value are refused, because they would match nothing.
-
-    Args:
-        where: the filter; None and a function pass.
-        depth: how deep it is nested in another filter.
+    An unknown group (`$not`) and a list in place of a value are refused, because they would match nothing.
     """
     if where is None or callable(where):
         return
@@ -100,10 +94,7 @@ def check_where(where: Where | None, *, depth: int = 0) -> None:
 
 
 def check_depth(depth: int) -> None:
-    """Raise ConfigError if `depth`, the level at which a filter is nested, is above `DEEPEST_FILTER`; return None else.
-
-    Filters that deep were made by mistake or to do harm.
-    """
+    """Raise ConfigError above `DEEPEST_FILTER`: filters that deep were made by mistake or to do harm."""
     if depth > DEEPEST_FILTER:
         raise ConfigError(
             f"filters are nested more than {DEEPEST_FILTER} deep; write them with fewer levels"
@@ -114,8 +105,7 @@ def encoded(metadata: Metadata) -> str:
     """Return metadata as JSON with sorted keys: the same text for values that are equal and of the same type.
 
     Characters outside ASCII are escaped. NaN and infinities are written as Python does, which is not JSON. Raises
-    ConfigError unless each value is a text, a number of at most 4,300 digits, True, False or None, and TypeError for
-    keys that cannot be sorted, such as a text beside a number.
+    ConfigError unless each value is a text, a number of at most 4,300 digits, True, False or None.
 
     >>> encoded({"page": 3, "format": "text"})
     '{"format":"text","page":3}'
@@ -132,16 +122,10 @@ def encoded(metadata: Metadata) -> str:
 
 
 def accepts(where: Where | None, metadata: Metadata) -> bool:
-    """Return True if metadata passes a filter, else False; everything passes None and an empty filter.
+    """Return True if metadata passes a filter that `check_where` accepts; everything passes None and an empty filter.
 
     Metadata fails a condition on a key that it lacks, unless all its comparisons are `$ne` or `$nin`. A comparison of
     order fails unless both are numbers or both are texts.
-
-    Args:
-        where: a filter that `check_where` accepts.
-        metadata: of a chunk's place.
-
-    Raises what the filter, or a filter in it, raises if it is a function, and nothing else.
 
     >>> [accepts({"page": 1}, metadata) for metadata in ({"page": 1, "format": "text"}, {"page": True}, {})]
     [True, False, False]
@@ -169,13 +153,9 @@ def fragments(where: Where) -> list[str]:
     """Return substrings of the JSON of all metadata that the filter accepts; rows without them need not be parsed.
 
     A key and its value are one substring, also those of filters in `$and`. Only for ASCII texts and None, whose JSON is
-    unique here; numbers such as 1 and 1.0 are equal but spelled differently, and so are letters with accents. The list
-    is empty for a function, and for a filter without such values. Raises nothing for a filter that `check_where`
-    accepts.
+    unique here; numbers such as 1 and 1.0 are equal but spelled differently, and so are letters with accents.
 
-    >>> fragments({"format": "text", "page": 3})
-    ['"format":"text"']
-    >>> fragments({"$and": [{"format": "text"}, {"title": "Care"}]})
+    >>> fragments({"$and": [{"format": "text"}, {"title": "Care", "page": 3}]})
     ['"format":"text"', '"title":"Care"']
     """
     if not isinstance(where, Mapping):

@@ -46,26 +46,10 @@ def remove_documents(
 
     A chunk that another document has too stays, with its chunk-caches. Each document is one transaction: if the index
     fails, those before it stay removed. Chunk-caches that could not be deleted, now or by an earlier call, are deleted
-    by the next call.
+    by the next call; without `caches` they are left alone.
 
-    Args:
-        index: the index to remove them from.
-        names: doc_ids and folders.
-        caches: where the chunk-caches are; None: they are left alone.
-
-    Returns:
-        The doc_ids in the order of `names`, each once, the ids of the chunks that are in no document any more, and the
-        number and bytes of their chunk-caches. All are empty and 0 without names; the last two are 0 without `caches`.
-
-    Raises:
-        DocumentError: a name that no document has; nothing was removed then.
-        ConfigError: `names` is a single text or no list, or a name is empty or no text; nothing was removed then. Or a
-            server refuses to remove chunk-caches, once the documents were removed.
-        IndexStoreError: the index is closed, or cannot be read or written.
-        StoreError, ServerError: the documents were removed, but their chunk-caches could not be; with a name that no
-            document has, those of an earlier call could not be.
-        ForkError: this process is a fork of the one that opened the index, or the store of chunk-caches. In the second
-            case the documents were removed.
+    Raises DocumentError for a name that no document has; nothing was removed then. After a StoreError or ServerError
+    the documents were removed, but not their chunk-caches.
     """
     known = [document.doc_id for document in index.documents()]
     chosen: dict[str, None] = {}
@@ -103,8 +87,6 @@ def evict_removed(index: FaissStore, caches: Caches | None) -> tuple[int, int]:
     Chunk-caches that were captured after such a chunk are deleted too. Until a chunk is in the index again and this is
     called, none is stored: neither of it nor after it. These chunks are noted in the index until this has succeeded,
     also by another process (`FaissStore.removed_chunks`).
-    Both numbers are 0 without `caches` or such chunks. Raises what `evict_chunks` raises, IndexStoreError if the index
-    is closed or cannot be read or written, and ForkError in a fork of the process that opened it.
     """
     if caches is None:
         return 0, 0
@@ -133,13 +115,7 @@ def _readmit(index: FaissStore, caches: Caches) -> None:
 
 
 def evict_chunks(caches: Caches | None, chunk_ids: Iterable[str]) -> tuple[int, int]:
-    """Delete the chunk-caches of these chunks and those captured after them; return their number and bytes on disk.
-
-    Both are 0 without `caches` or chunks, and nothing is raised then. Raises ConfigError for a chunk id with a NUL,
-    StoreError if the store is closed, its folder is gone or its catalog cannot be read or written, and ForkError in a
-    fork of the process that opened the store. If the chunk-caches are a server's, raises ServerError if it fails, and
-    ConfigError if it refuses the ids or cannot use its store.
-    """
+    """Delete the chunk-caches of these chunks and those captured after them; return their number and bytes on disk."""
     chosen = tuple(chunk_ids)
     if caches is None or not chosen:
         return 0, 0
@@ -161,12 +137,11 @@ class Evictions:
         self._timer: threading.Timer | None = None
 
     def later(self, index: FaissStore, chunk_ids: Iterable[str]) -> None:
-        """Delete the chunk-caches of these chunks unless the next addition brings them back. Return None at once.
+        """Delete the chunk-caches of these chunks unless the next addition brings them back. Return at once.
 
         They are deleted in another thread `grace_s` seconds after the first of the waiting chunks was given, or when
         the program ends, unless they are in `index` then; errors of that are only logged, and the next deletion tries
-        again. `index` is that of the first call while chunks wait. Does nothing without chunk-caches or chunks. Raises
-        RuntimeError if the system has no room for a thread.
+        again.
         """
         with self._lock:
             if self._caches is None or not tuple(chunk_ids) or self._timer is not None:
@@ -177,13 +152,9 @@ class Evictions:
             atexit.register(self.finish, index)
 
     def settle(self, index: FaissStore) -> None:
-        """Delete the chunk-caches of all chunks that left the index and are not back; return None.
+        """Delete the chunk-caches of all chunks that left the index and are not back, and cancel `later`.
 
-        Afterwards no thread of `later` waits. Without `caches` or such chunks nothing is deleted, and nothing raised.
-        In each of the following cases the index still notes the chunks, and the next call tries again. Raises
-        StoreError or ServerError if the chunk-caches cannot be deleted, ConfigError if a server refuses to delete them,
-        IndexStoreError if the index is closed or cannot be read or written, and ForkError in a fork of the process that
-        opened the index or the store of chunk-caches.
+        After an error the index still notes the chunks, and the next call tries again.
         """
         with self._lock:
             if self._timer is not None:
@@ -193,11 +164,7 @@ class Evictions:
         evict_removed(index, self._caches)
 
     def finish(self, index: FaissStore) -> None:
-        """Do the same as `settle`, but raise nothing; return None.
-
-        If the index or the store of chunk-caches fails, is closed or was opened by the process that this one is a fork
-        of, the chunk-caches stay until the next call, with a warning in the log.
-        """
+        """Do the same as `settle`, but only log an error: the chunk-caches then stay until the next call."""
         try:
             self.settle(index)
         except CacheCraftError as error:

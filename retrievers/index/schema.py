@@ -68,19 +68,12 @@ def open_database(
 ) -> tuple[Database, dict[str, str]]:
     """Open the index's database, update its schema or set it up; return it with its settings by name.
 
-    The settings are texts: `store`, `dim`, `embedder`, `generation` and `stamp`.
-
-    Args:
-        folder: holds the database. Folder and database are made if they are missing.
-        dim: length of the vectors; None: as the index says.
-        fingerprint: `name@digest` of the embedding model; None: as the index says. Only the digest is compared.
-        wait_s: longest wait for another process's transaction, in seconds.
-
-    A database that this user cannot write is opened for reading. Nothing stays open after an error.
+    The settings are texts: `store`, `dim`, `embedder`, `generation` and `stamp`. A `dim` or `fingerprint` of None is as
+    the index says; of the fingerprint only the digest is compared. A database that this user cannot write is opened for
+    reading. Nothing stays open after an error.
 
     Raises IndexStoreError for a database that is damaged, of a newer version, or made with another embedding model or
-    another `dim`; for a new one without both `dim` and `fingerprint`, whose empty database stays; and if the folder
-    cannot be used, or another process keeps the database locked for longer than `wait_s`.
+    another `dim`, for a new one without both, and if another process keeps it locked for longer than `wait_s`.
     """
     try:
         db = Database(folder / DATABASE, kind=_KIND, busy_timeout_s=wait_s)
@@ -157,15 +150,12 @@ _KIND = Kind(
 
 
 def same_model(fingerprint: str, other: str) -> bool:
-    """Return True if two fingerprints `name@digest` have the same digest; the names may differ.
-
-    Of a text without "@" the whole is compared. Raises nothing.
-    """
+    """Return True if two fingerprints `name@digest` have the same digest; the names may differ."""
     return fingerprint.rpartition("@")[2] == other.rpartition("@")[2]
 
 
 def model_name(fingerprint: str) -> str:
-    """Return the model's name in a fingerprint `name@digest`; the whole text if it has no name. Raises nothing."""
+    """Return the model's name in a fingerprint `name@digest`; the whole text if it has no name."""
     return fingerprint.rpartition("@")[0] or fingerprint
 
 
@@ -212,13 +202,13 @@ def chunk_of(chunk_id: str, text: str, *place: Any) -> Chunk:
 
 
 def verify(chunk_id: str, text: str) -> None:
-    """Raise `IndexStoreError` if a row's text does not match its id; return None else."""
+    """Raise IndexStoreError if a row's text does not match its id."""
     if chunk_id_of(text) != chunk_id:
         raise IndexStoreError(_changed_row(chunk_id))
 
 
 def vector_sum(chunk_id: str, vector: bytes) -> int:
-    """Return the checksum of a chunk's vector, which is not that of another chunk's id. Raises nothing.
+    """Return the checksum of a chunk's vector, which is not that of another chunk's id.
 
     >>> vector_sum("a", b"1234") == vector_sum("b", b"1234")
     False

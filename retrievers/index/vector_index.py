@@ -40,8 +40,7 @@ logger = logging.getLogger("cachecraft_rag.retrievers.index.vector_index")
 class VectorIndex:
     """Vectors under int64 numbers. Not thread safe.
 
-    `stamp` is the random name of the state of the database that they mirror. Raises MissingPackageError if FAISS is
-    not installed.
+    `stamp` is the random name of the state of the database that they mirror.
     """
 
     def __init__(self, dim: int) -> None:
@@ -55,31 +54,27 @@ class VectorIndex:
         self.stamp = ""
 
     def numbers(self) -> NDArray[np.int64]:
-        """Return the numbers of all vectors, int64 `[n]`, ascending; an empty array without vectors. Raises nothing."""
+        """Return the numbers of all vectors, int64 `[n]`, ascending."""
         ids: NDArray[np.int64] = self._faiss.vector_to_array(self._index.id_map)
         return np.sort(ids)
 
     def add(self, numbers: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:
-        """Add vectors, float32 `[n, dim]`, with their numbers, int64 `[n]`; return None.
+        """Add vectors, float32 `[n, dim]`, with their numbers, int64 `[n]`.
 
-        None of the numbers may be there already: FAISS would silently keep both. Raises AssertionError for vectors of
-        another width and for another count of numbers, and ValueError for vectors that are no matrix.
+        None of the numbers may be there already: FAISS would silently keep both.
         """
         for index in self._both():
             index.add_with_ids(np.ascontiguousarray(vectors), numbers)
 
     def remove(self, numbers: NDArray[np.int64]) -> None:
-        """Remove the vectors with these numbers, int64 `[n]`; return None.
-
-        Numbers that are not there are ignored, and an empty array removes nothing. Raises nothing.
-        """
+        """Remove the vectors with these numbers, int64 `[n]`; unknown ones are ignored."""
         if len(numbers):
             selector = self._faiss.IDSelectorBatch(numbers)
             for index in self._both():
                 index.remove_ids(selector)
 
     def _both(self) -> list[Any]:
-        """The vectors and, if there are any, their copies."""
+        """Return the vectors and, if there are any, their copies."""
         return [self._index] if self._coarse is None else [self._index, self._coarse]
 
     def search(
@@ -92,26 +87,19 @@ class VectorIndex:
     ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         """Return numbers, int64 `[hits]`, and scores, float32 `[hits]`, of the `k` best and possibly more, best first.
 
-        Scores are inner products. The 4-bit copies are made by the first search that needs them, which takes longer,
-        and again once there are twice as many vectors. All that tie with the last of the `k` are returned too, so the
-        caller breaks ties and cuts the list. Where all vectors are compared, numbers with lower scores may follow: in
-        all at most `k` + 8, or twice as many as score at least as high as the `k`-th. There are fewer than `k` if there
-        are not enough vectors, and both arrays are empty without any.
-
-        Where 4-bit copies name the candidates (the max(1000, 20·k) that score highest in them), the result is
-        approximate: one of the `k` best may be missing, and only ties among the candidates are returned. No number
-        with a lower score follows.
+        Scores are inner products. All that tie with the last of the `k` are returned too, so the caller breaks ties and
+        cuts the list; where all vectors are compared, a few with lower scores may follow. Where 4-bit copies name the
+        candidates (the max(1000, 20·k) that score highest in them), the result is approximate: one of the `k` best may
+        be missing. The copies are made by the first search that needs them, and again once there are twice as many
+        vectors.
 
         Args:
-            query: float32 `[dim]`, without NaN, which is not checked: NaN gives empty arrays.
-            k: at least 1, which is not checked. With 0 all vectors, or all candidates, are returned. A negative `k`
-                returns a number of them that has no meaning, or raises AssertionError or IndexError.
+            query: float32 `[dim]`, without NaN.
+            k: at least 1.
             allowed: only these numbers are looked at, and all of them (a filter before the search, so it loses
                 nothing); None: all numbers. Numbers without a vector are ignored.
             exact: all vectors are compared, however many there are. That is so for fewer than `COARSE_FROM` vectors
                 (half of that while there are copies), with `allowed`, and for an odd number of dimensions in any case.
-
-        Raises AssertionError for a query of another width, unless there is nothing to search.
         """
         if allowed is None and not exact and self._has_copies():
             return self._search_candidates(query, k)
@@ -150,7 +138,7 @@ class VectorIndex:
         return self._coarse is not None
 
     def _copies(self, vectors: NDArray[np.float32]) -> Any:
-        """4-bit copies of all vectors `[n, dim]`, their centroids learned from a sample."""
+        """Return 4-bit copies of all vectors `[n, dim]`, their centroids learned from a sample."""
         faiss = self._faiss
         dim = self._dim
         quantiser = faiss.IndexPQFastScan(dim, dim // 2, 4, faiss.METRIC_INNER_PRODUCT)
@@ -183,14 +171,10 @@ class VectorIndex:
         return numbers[:kept], scores[:kept]
 
     def save(self, path: Path, *, store: str) -> None:
-        """Write vectors, copies and `stamp` to the index file of a store, in place of an older one; return None.
+        """Write vectors, copies and `stamp` to the index file, in place of an older one.
 
         Readers see the old file or the new one. Temporary files of killed processes beside it, older than an hour, are
-        removed. Its folder is made if it is missing. Raises OSError if the file cannot be written.
-
-        Args:
-            path: the file.
-            store: the random name of the store, so that the file is not read for another one.
+        removed. `store` is the random name of the store, so that the file is not read for another one.
         """
         for leftover in path.parent.glob(f"{path.name}.*.tmp"):
             with contextlib.suppress(OSError):  # another process was quicker
@@ -210,13 +194,7 @@ class VectorIndex:
     def load(cls, path: Path, *, dim: int, store: str) -> VectorIndex | None:
         """Return the index in an index file; None if it is missing, damaged, or not of this store and `dim`.
 
-        Its `stamp` is that of the state that was saved. A file that cannot be used raises nothing: a warning is logged
-        unless it is missing, and the caller makes the index again. Raises MissingPackageError without FAISS.
-
-        Args:
-            path: the file.
-            dim: length of the vectors.
-            store: the random name of the store.
+        A warning is logged unless it is missing, and the caller makes the index again.
         """
         try:
             data = path.read_bytes()
