@@ -63,7 +63,7 @@ if TYPE_CHECKING:
 # for embedding models that read thousands: a chunk should be about one topic
 DEFAULT_CHUNK_TOKENS = 512
 
-_READER_VERSION = 3  # raise it when the parser's output changes: documents are then indexed again
+_READER_VERSION = 4  # raise it when the parser's output changes: documents are then indexed again
 # embedded together; a killed run loses at most this many, or one longer document
 _FLUSH_CHUNKS = 256
 logger = logging.getLogger("cachecraft_rag.retrievers.indexer")

@@ -12,7 +12,6 @@ import posixpath
 import re
 import zipfile
 from collections import defaultdict
-from collections.abc import Iterable
 from html import escape
 from importlib.util import find_spec
 from typing import Any
@@ -34,6 +33,7 @@ _PACKAGES = {
     ".xlsx": (("python_calamine",), "office"),
 }
 _WORD = "{http://schemas.openxmlformats.org/wordprocessingml/2006/main}"
+_OFF = ("0", "false", "off")  # values of a setting that has none if it is on
 _MATH = "{http://schemas.openxmlformats.org/officeDocument/2006/math}"
 
 
@@ -49,14 +49,16 @@ def docx_to_markdown(data: bytes) -> Reading:
     """Return the text of a Word file with its headings, lists, tables, equations and choices, but no pictures."""
     import mammoth
 
+    written, has_hidden = _written_out(data)
     # Neither pictures nor the file's own style map: both are untrusted.
     converted = mammoth.convert_to_html(
-        _written_out(data), include_embedded_style_map=False, convert_image=lambda _image: []
+        written, include_embedded_style_map=False, convert_image=lambda _image: []
     )
     html = re.sub("<li>\ue000(\\d+)\ue001", r'<li value="\1">', converted.value)
     html = re.sub("\ue000\\d+\ue001", "", html)
     ignored = {note.message for note in converted.messages if "ignored" in note.message}
-    return html_to_markdown(html)._replace(losses=[*sorted(ignored)[:3], *_left_out(data)])
+    losses = [*sorted(ignored)[:3], *_left_out(data), *(["hidden text"] if has_hidden else [])]
+    return html_to_markdown(html)._replace(losses=losses)
 
 
 def _unpacked(data: bytes) -> zipfile.ZipFile:
@@ -85,26 +87,54 @@ def _left_out(data: bytes) -> list[str]:
     return [kind for part, kind in parts.items() if part in names]
 
 
-def _written_out(data: bytes) -> io.BytesIO:
-    """Return a Word file whose equations, numbers of list items and choices are text: mammoth leaves them out."""
+def _written_out(data: bytes) -> tuple[io.BytesIO, bool]:
+    """Return a Word file for mammoth, and True if hidden text was taken out of it.
+
+    Equations, numbers of list items and choices are text in it: mammoth leaves them out.
+    """
     from lxml import etree
 
     parser = etree.XMLParser(resolve_entities=False, no_network=True, huge_tree=True)
     made = io.BytesIO()
+    has_hidden = False
     with _unpacked(data) as archive, zipfile.ZipFile(made, "w") as written:
         names = archive.namelist()
-        lists = _Lists(
+        numbering, styles = (
             etree.fromstring(archive.read(name) if name in names else b"<nothing/>", parser)
             for name in ("word/numbering.xml", "word/styles.xml")
         )
+        lists = _Lists(numbering, styles)
         for name in names:
             if name.startswith("word/") and name.endswith(".xml"):
                 tree = etree.fromstring(archive.read(name), parser)
+                has_hidden |= _drop_hidden(tree, styles)
                 _write_out(tree, lists)
                 written.writestr(name, etree.tostring(tree))
             elif name.endswith((".xml", ".rels")):
                 written.writestr(name, archive.read(name))
-    return made
+    return made, has_hidden
+
+
+def _drop_hidden(tree: Any, styles: Any) -> bool:
+    """Take out the text that Word hides; return True if there was any."""
+    hiding = {
+        style.get(f"{_WORD}styleId")
+        for style in styles.iter(f"{_WORD}style")
+        if _value(style.find(f"{_WORD}rPr/{_WORD}vanish"), "0") not in _OFF
+    }
+    hidden = ""
+    for run in tree.iter(f"{_WORD}r"):
+        paragraph = next(run.iterancestors(f"{_WORD}p"), run)
+        names = {
+            _value(run.find(f"{_WORD}rPr/{_WORD}rStyle")),
+            _value(paragraph.find(f"{_WORD}pPr/{_WORD}pStyle")),
+        }
+        by_style = "1" if hiding & names else "0"
+        if _value(run.find(f"{_WORD}rPr/{_WORD}vanish"), by_style) not in _OFF:
+            for text in run.iter(f"{_WORD}t"):
+                hidden += text.text or ""
+                text.text = None
+    return bool(hidden.strip())
 
 
 def _write_out(tree: Any, lists: _Lists) -> None:
@@ -131,8 +161,8 @@ def _run(text: str) -> Any:
     return run
 
 
-def _value(element: Any) -> str:
-    return "" if element is None else element.get(f"{_WORD}val", "")
+def _value(element: Any, missing: str = "") -> str:
+    return missing if element is None else element.get(f"{_WORD}val", "")
 
 
 def _math(node: Any) -> str:
@@ -169,8 +199,7 @@ def _grouped(text: str) -> str:
 class _Lists:
     """Counts the paragraphs of a Word file's lists, which may go on after other text."""
 
-    def __init__(self, parts: Iterable[Any]) -> None:
-        numbering, styles = parts
+    def __init__(self, numbering: Any, styles: Any) -> None:
         self._kinds = {  # list -> the kind of list that it shares its numbers with
             number.get(f"{_WORD}numId"): _value(number.find(f"{_WORD}abstractNumId"))
             for number in numbering.iter(f"{_WORD}num")

@@ -52,11 +52,11 @@ def docx_bytes(body: str = BODY, **parts: bytes) -> bytes:
         archive.writestr(
             "word/document.xml", f"<w:document {W}><w:body>{body}</w:body></w:document>"
         )
-        archive.writestr(
-            "word/styles.xml",
+        styles = (
             f'<w:styles {W}><w:style w:type="paragraph" w:styleId="Heading1"><w:name w:val="heading 1"/></w:style>'
-            "</w:styles>",
+            "</w:styles>"
         )
+        parts.setdefault("word/styles.xml", styles.encode())
         for name, data in parts.items():
             archive.writestr(name, data)
     return made.getvalue()
@@ -273,6 +273,31 @@ def test_tick_boxes_choices_and_texts_of_word_forms_are_text() -> None:
     ]
 
 
+def hidden_bytes() -> bytes:
+    """A Word file with text that is hidden by itself, by its style and by that of its paragraph."""
+
+    def run(text: str, properties: str = "") -> str:
+        return f'<w:r><w:rPr>{properties}</w:rPr><w:t xml:space="preserve">{text}</w:t></w:r>'
+
+    styles = "".join(
+        f'<w:style w:type="{kind}" w:styleId="{kind}"><w:rPr><w:vanish/></w:rPr></w:style>'
+        for kind in ("character", "paragraph")
+    )
+    runs = [
+        run("Rinse it"),
+        run(" secretly", "<w:vanish/>"),
+        run(" daily", '<w:rStyle w:val="character"/>'),
+        run(".", '<w:vanish w:val="0"/>'),
+    ]
+    note = f'<w:p><w:pPr><w:pStyle w:val="paragraph"/></w:pPr>{run("A note.")}</w:p>'
+    body = f"<w:p>{''.join(runs)}</w:p>{note}"
+    return docx_bytes(body, **{"word/styles.xml": f"<w:styles {W}>{styles}</w:styles>".encode()})
+
+
+def test_hidden_text_of_word_is_left_out() -> None:
+    assert read("a.docx", hidden_bytes()).text == "Rinse it."
+
+
 def chart_bytes() -> bytes:
     from pptx import Presentation
     from pptx.chart.data import CategoryChartData
@@ -314,6 +339,7 @@ INCOMPLETE = {
         lambda: docx_bytes(**{"word/diagrams/data1.xml": b"<x/>"}),
         "was read without diagrams",
     ),
+    "hidden.docx": (hidden_bytes, "was read without hidden text"),
     "bad.txt": (
         lambda: "Rückgabe fünf Tage".encode() + b"\xff",
         "was read without 1 characters whose bytes are no UTF-8",
