@@ -63,11 +63,9 @@ def list_files(
 
     Names that begin with a dot are skipped silently; other kinds of file, and what cannot be opened, are problems. A
     link is followed if it leads to a place in the folder, or with `follow_links`; otherwise it is a problem. Each
-    folder is entered once, under its own name rather than a link's, so loops end. No file is opened. With an `opener`,
-    folders are opened by it instead of by name; those that it refuses with OutsideError are problems.
-
-    A `doc_id` is the POSIX path below `path`, "" for `path` itself, and the name of a single file. Raises DocumentError
-    if nothing is at `path`, it cannot be reached, or it is a file of a kind that is not read.
+    folder is entered once, under its own name rather than a link's, so loops end. An `opener` opens folders instead of
+    their names; those that it refuses with OutsideError are problems. A `doc_id` is the POSIX path below `path`, "" for
+    `path` itself, and the name of a single file.
     """
     root = Path(path)
     require_readable(root, more)

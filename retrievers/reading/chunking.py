@@ -1,12 +1,10 @@
 """Split documents into chunks at headings, paragraphs and sentences, each small enough for the embedding model.
 
 A chunk's text begins with its heading path, a blank line, and then the text of its section, so that it can be
-understood alone: `Kettle K2 > Descaling`. Where the answering model is known, its tokens bound a chunk too
-(`ModelTokens`): one unknown token to the embedding model may be thousands to the other.
-
-A heading always begins a new chunk, with one exception: a section that fits into one chunk together with all of its
-subsections stays whole. Rejected: filling every chunk up to the limit across headings. It makes fewer chunks, but each
-covers several topics, and an edit of one section would change the chunks of its neighbours.
+understood alone: `Kettle K2 > Descaling`. A heading always begins a new chunk, but a section that fits into one chunk
+together with all of its subsections stays whole. Rejected: filling every chunk up to the limit across headings. It
+makes fewer chunks, but each covers several topics, and an edit of one section would change the chunks of its
+neighbours.
 """
 
 from __future__ import annotations
@@ -87,10 +85,8 @@ def split(
     Args:
         document: the document.
         count_tokens: returns the embedding model's tokens of a text, special tokens included.
-        limit: most tokens of a chunk, which has at most 12 times as many characters.
-        model: bounds a chunk by another model's tokens too.
-
-    Raises ConfigError for a limit below `SMALLEST_LIMIT`.
+        limit: most tokens of a chunk, at least `SMALLEST_LIMIT`; it has at most 12 times as many characters.
+        model: bounds a chunk by another model's tokens too: one unknown token here may be thousands there.
     """
     if limit < SMALLEST_LIMIT:
         raise ConfigError(

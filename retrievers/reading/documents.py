@@ -1,11 +1,9 @@
 """Read files into documents: text, Markdown, reStructuredText, HTML, PDF, Office, EPUB, tables and JSON.
 
 The text is plain for .txt, PDF, tables and JSON, and Markdown for all that may have headings; the splitter goes by
-`metadata["format"]`. Line ends become line feeds, so that the same text saved on two systems gives the same chunks. In
-a PDF a form feed is between pages. Ligatures become their letters.
-
+`metadata["format"]`. Line ends become line feeds, so that the same text saved on two systems gives the same chunks.
 Encodings, in order: a byte order mark, the character set an HTML page declares, UTF-8 (with U+FFFD for a bad byte or
-two), and last Windows-1252, noted in `metadata["encoding"]`.
+two), and last Windows-1252.
 """
 
 from __future__ import annotations
@@ -51,7 +49,7 @@ _DECLARATION = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """A file to read and the `doc_id` its document will have: the POSIX path below the folder that was listed."""
+    """A file to read, and the `doc_id` of its document: the POSIX path below the folder that was listed."""
 
     path: Path
     doc_id: str
@@ -70,9 +68,7 @@ def read_text(path: Path, data: bytes) -> Reading:
 
     Of `path` only the suffix is used, and the name in messages. The metadata has `format` ("markdown" or "text"), and
     where they are known `title`, `pages`, and `encoding` if it is not UTF-8. A parser of an untrusted document may take
-    hours or all memory: `limited_reader` calls this within limits.
-
-    Raises DocumentError if the bytes cannot be read; MemoryError is its cause if the parser has no memory.
+    hours or all memory: `limited_reader` calls this within limits. MemoryError is the cause of a DocumentError then.
     """
     suffix = path.suffix.lower()
     with parsing(shown(path)):
@@ -87,11 +83,10 @@ def read_text(path: Path, data: bytes) -> Reading:
 
 @contextlib.contextmanager
 def parsing(name: str) -> Iterator[None]:
-    """Turn any exception of a parser into a `DocumentError` that names the document.
+    """Turn any exception of a parser into a `DocumentError` that names the document; our own errors pass unchanged.
 
-    Parsers are third-party code and documents are untrusted: one page must not end a run, whether it triggers a bug, a
-    parser's limit, Python's recursion limit or a MemoryError. Our own errors (`CacheCraftError`, such as ConfigError)
-    pass unchanged.
+    Documents are untrusted: one page must not end a run, whether it triggers a bug, a parser's limit, Python's
+    recursion limit or a MemoryError.
     """
     try:
         yield

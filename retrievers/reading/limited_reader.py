@@ -1,9 +1,8 @@
-"""Read documents within a budget of time and memory.
+"""Read documents within a budget of time and memory, in a process that is ended when one exceeds it.
 
-Documents are untrusted: a PDF of two kilobytes can keep a parser busy for hours. Parsers whose work is not bounded by
-the size of their input run in a process of their own, which is ended when a document exceeds its budget. It is this
-module, run as `python -m`: it reads a line of JSON and the bytes of a document from its standard input, writes a line
-of JSON to its standard output, and goes on with the next document until its input ends.
+Documents are untrusted: a PDF of two kilobytes can keep a parser busy for hours. The process is this module, run as
+`python -m`: it reads a line of JSON and the bytes of a document, writes a line of JSON, and goes on with the next
+document until its input ends.
 """
 
 from __future__ import annotations
@@ -58,10 +57,7 @@ class ReaderStartError(DocumentError):
 
 
 class LimitedReader(Closeable):
-    """Reads documents, one at a time; close it at the end. The process is started by the first document that needs it.
-
-    Not thread-safe.
-    """
+    """Reads documents, one at a time, in a process that the first one starts. Not thread-safe."""
 
     def __init__(self, budget: ReadingBudget | None = None) -> None:
         self._budget = budget or ReadingBudget()
@@ -75,8 +71,7 @@ class LimitedReader(Closeable):
         Text, Markdown and reStructuredText are read in this process, and have no budget; so is every file if
         `sys.executable` is empty. `left_out` is called with a sentence about what the document lacks.
 
-        Raises DocumentError for a kind of file that is not read, a file without text or larger than `LARGEST_FILE`, and
-        one that cannot be read within the budget; ReaderStartError; and MissingPackageError.
+        Raises DocumentError for a file that cannot be read, or has no text; ReaderStartError; and MissingPackageError.
         """
         require_known_kind(file.path, len(data))
         suffix = file.path.suffix.lower()

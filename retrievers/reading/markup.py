@@ -1,7 +1,7 @@
 """HTML and reStructuredText as Markdown: headings stay headings, everything else stays readable text.
 
-html-to-markdown converts HTML. It drops deeply nested text, spanned cells, numbers of list items and values of fields,
-so a page is parsed and mended before: for HTML, and for what becomes HTML (Word, PowerPoint, EPUB), that is done here.
+html-to-markdown drops deeply nested text, spanned cells, numbers of list items and values of fields, so a page's tree
+is mended before: for HTML, and for what becomes HTML (Word, PowerPoint, EPUB).
 """
 
 from __future__ import annotations

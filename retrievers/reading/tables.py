@@ -30,11 +30,8 @@ def table_to_text(text: str, *, separator: str | None = None) -> str:
 
     Without a `separator` it is whichever of comma, semicolon, tab and bar the table uses.
 
-    >>> print(table_to_text("name;litres\\nWren K2;1.7\\nOtter C6;"))
-    name: Wren K2
-    litres: 1.7
-    <BLANKLINE>
-    name: Otter C6
+    >>> table_to_text("name;litres\\nWren K2;1.7\\nOtter C6;")
+    'name: Wren K2\\nlitres: 1.7\\n\\nname: Otter C6'
     """
     # Python's limit of 131,072 characters a cell is for other uses than ours; a cell is no longer than its file
     csv.field_size_limit(max(csv.field_size_limit(), len(text)))
@@ -48,9 +45,9 @@ def table_to_text(text: str, *, separator: str | None = None) -> str:
 def rows_to_text(rows: Iterable[Sequence[str]], length: int) -> str:
     """Return rows, the first of which names the columns, as paragraphs, one a row; an empty cell is left out.
 
-    A cell is a line `name: text`, its white space collapsed; a column without a name is `column N`, from 1. Rows of one
-    cell above the names are titles and become paragraphs. A table of one row gives its cells with commas between them.
-    `length` is the file's. Raises FormatError for a text that is ten times as long.
+    A column without a name is `column N`, from 1. Rows of one cell above the names are titles and become paragraphs. A
+    table of one row gives its cells with commas between them. `length` is the file's: a text that is ten times as long
+    is refused.
     """
     rows = [row for row in rows if any(cell.strip() for cell in row)]
     titles = _titles(rows)
@@ -122,19 +119,12 @@ def _shortened(name: str) -> str:
 
 
 def json_to_text(text: str) -> str:
-    """Return JSON as `path: value` lines, a paragraph a record.
+    """Return JSON as `path: value` lines, a paragraph a record, see `_records`.
 
-    Records are the entries of a list at the top, of JSON Lines, and the objects in lists of an object, such as those of
-    `{"total": 2, "items": [{}, {}]}`; the other values of such an object are the first paragraph. Values that are null
-    or "" are left out. Raises FormatError for other text, and for a result ten times as long as the text.
+    Values that are null or "" are left out. Raises FormatError for other text, and for a result ten times as long.
 
-    >>> print(json_to_text('[{"name": "K2", "size": {"litres": 1.7}}, {"name": "C6", "parts": ["lid", "jug"]}]'))
-    name: K2
-    size.litres: 1.7
-    <BLANKLINE>
-    name: C6
-    parts: lid
-    parts: jug
+    >>> json_to_text('[{"name": "K2", "size": {"litres": 1.7}}, {"name": "C6", "parts": ["lid", "jug"]}]')
+    'name: K2\\nsize.litres: 1.7\\n\\nname: C6\\nparts: lid\\nparts: jug'
     """
     try:
         return _paragraphs((_values("", record) for record in _records(_loaded(text))), len(text))
@@ -162,7 +152,11 @@ def _loaded(text: str) -> object:
 
 
 def _records(value: object) -> Iterator[object]:
-    """Yield the values that become a paragraph each: the other values of an object first, then its records."""
+    """Yield the values that become a paragraph each: the other values of an object first, then its records.
+
+    Records are the entries of a list at the top, of JSON Lines, and the objects in lists of an object, such as those of
+    `{"total": 2, "items": [{}, {}]}`.
+    """
     around: dict[str, object] = {}
     lists: dict[str, list[object]] = {"": value} if isinstance(value, list) else {}
     inside = value
