@@ -32,6 +32,7 @@ from cachecraft_rag.retrievers.index.schema import (
     chunk_of,
     model_name,
     open_database,
+    row_sum,
     vector_sum,
     verify,
 )
@@ -194,11 +195,7 @@ class FaissStore(Closeable):
                 for row in db.execute("SELECT number FROM owners WHERE doc_id = ?", (doc_id,))
             ]
             db.execute("DELETE FROM owners WHERE doc_id = ?", (doc_id,))
-            db.execute(
-                "INSERT INTO documents VALUES (?, ?, ?) ON CONFLICT (doc_id) DO UPDATE "
-                "SET content_digest = excluded.content_digest, root = excluded.root",
-                (doc_id, content_digest, root),
-            )
+            self._write_document(db, doc_id, content_digest, root)
             added = self._append(db, doc_id, chunks, matrix)
             change = self._changed(db, added, self._drop_orphans(db, before))
         return self._erased(change)
@@ -238,10 +235,8 @@ class FaissStore(Closeable):
         with self._opened().writing() as db:
             # First out, then in: a chunk without another owner gets the new vector, as after a change of its metadata.
             removed = self._drop_places(db, keys or ())
-            db.execute(
-                "INSERT INTO documents VALUES (?, '', '') ON CONFLICT (doc_id) DO UPDATE SET content_digest = ''",
-                (doc_id,),
-            )
+            stored = self._stored(db, doc_id)
+            self._write_document(db, doc_id, "", stored[0].root if stored else "")
             added = self._append(db, doc_id, chunks, matrix, keys=keys)
             change = self._changed(db, added, removed)
         self._erased(change)
@@ -254,9 +249,8 @@ class FaissStore(Closeable):
         """Change a document's content digest; its chunks stay. An unknown document is ignored."""
         check_text("doc_id", doc_id)
         with self._opened().writing() as db:
-            db.execute(
-                "UPDATE documents SET content_digest = ? WHERE doc_id = ?", (content_digest, doc_id)
-            )
+            for stored in self._stored(db, doc_id):
+                self._write_document(db, doc_id, content_digest, stored.root)
 
     def delete_document(self, doc_id: str) -> Change:
         """Remove a document and those of its chunks that no other document has, whose ids are `Change.removed`."""
@@ -436,11 +430,7 @@ class FaissStore(Closeable):
     def documents(self) -> list[StoredDocument]:
         """Return all documents with the numbers of their chunks, sorted by `doc_id`."""
         with self._opened().snapshot() as db:
-            rows = db.execute(
-                "SELECT doc_id, content_digest, root, (SELECT COUNT(*) FROM owners o WHERE o.doc_id = d.doc_id) "
-                "FROM documents d ORDER BY doc_id"
-            )
-            return [StoredDocument(*row) for row in rows]
+            return self._stored(db)
 
     def holds(self, doc_id: str) -> bool:
         """Return True if there is a document of this name, also one without chunks."""
@@ -571,13 +561,36 @@ class FaissStore(Closeable):
 
     def _require_root(self, db: sqlite3.Connection, doc_id: str, root: str) -> None:
         """Raise IndexStoreError if the document is of another folder, which another process has indexed just now."""
-        query = "SELECT root FROM documents WHERE doc_id = ? AND root NOT IN ('', ?)"
-        other = db.execute(query, (doc_id, root)).fetchone()
-        if other is not None:
-            raise IndexStoreError(
-                f"{doc_id}: another process has indexed a document of this name from {other[0]} meanwhile; index "
-                f"{root} again, and it gets another name"
-            )
+        for stored in self._stored(db, doc_id):
+            if stored.root not in ("", root):
+                raise IndexStoreError(
+                    f"{doc_id}: another process has indexed a document of this name from {stored.root} meanwhile; "
+                    f"index {root} again, and it gets another name"
+                )
+
+    def _stored(self, db: sqlite3.Connection, doc_id: str | None = None) -> list[StoredDocument]:
+        """Return one document, or all. Raises IndexStoreError if a row is not as it was written."""
+        chosen = "TRUE" if doc_id is None else "doc_id = ?"
+        rows = db.execute(
+            "SELECT doc_id, content_digest, root, document_sum, "
+            "(SELECT COUNT(*) FROM owners o WHERE o.doc_id = d.doc_id) "
+            f"FROM documents d WHERE {chosen} ORDER BY doc_id",
+            () if doc_id is None else (doc_id,),
+        ).fetchall()
+        for *columns, checksum, _ in rows:
+            if checksum not in (None, row_sum(tuple(columns))):
+                raise self._damaged(f"the entry of the document {columns[0]}")
+        return [StoredDocument(*columns, chunks) for *columns, _, chunks in rows]
+
+    def _write_document(
+        self, db: sqlite3.Connection, doc_id: str, content_digest: str, root: str
+    ) -> None:
+        columns = (doc_id, content_digest, root)
+        db.execute(
+            "INSERT INTO documents VALUES (?, ?, ?, ?) ON CONFLICT (doc_id) DO UPDATE SET "
+            "content_digest = excluded.content_digest, root = excluded.root, document_sum = excluded.document_sum",
+            (*columns, row_sum(columns)),
+        )
 
     def _append(
         self,

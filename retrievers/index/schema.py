@@ -60,6 +60,8 @@ _MIGRATIONS: tuple[tuple[str, ...], ...] = (
     ("ALTER TABLE chunks ADD COLUMN vector_sum INTEGER",),
     # Checksum of all columns of a place; NULL as above.
     ("ALTER TABLE owners ADD COLUMN place_sum INTEGER",),
+    # Checksum of a document's name, digest and root; NULL as above.
+    ("ALTER TABLE documents ADD COLUMN document_sum INTEGER",),
 )
 
 
@@ -159,6 +161,11 @@ def model_name(fingerprint: str) -> str:
     return fingerprint.rpartition("@")[0] or fingerprint
 
 
+def row_sum(columns: tuple[object, ...]) -> int:
+    """Return the checksum of columns of a row."""
+    return zlib.crc32(ascii(columns).encode())
+
+
 # Columns of `Place`
 PLACE = "owners.doc_id, ordinal, owners.number, metadata, key, place_sum"
 
@@ -178,7 +185,7 @@ class Place(NamedTuple):
         return self._replace(place_sum=self._sum())
 
     def _sum(self) -> int:
-        return zlib.crc32(ascii(self[:-1]).encode())
+        return row_sum(self[:-1])
 
     def metadata_of(self) -> dict[str, Scalar]:
         """Return the metadata, read from JSON. Raises IndexStoreError for a row that is not as it was written."""

@@ -419,6 +419,7 @@ def test_an_index_of_the_version_before_keys_is_brought_up_to_date(tmp_path: Pat
     with open_store(tmp_path / "index") as store:
         put(store, "a", "kettle")
     with closing(sqlite3.connect(tmp_path / "index" / DATABASE)) as db, db:
+        db.execute("ALTER TABLE documents DROP COLUMN document_sum")
         db.execute("ALTER TABLE owners DROP COLUMN place_sum")
         db.execute("ALTER TABLE chunks DROP COLUMN vector_sum")
         db.execute("DROP TABLE removed_chunks")
@@ -997,6 +998,42 @@ def test_a_changed_place_of_a_chunk_is_an_error_that_says_what_to_do(
         db.execute(f"UPDATE owners SET {changed}")
     with pytest.raises(IndexStoreError, match=r"damaged.*delete the index folder and index again"):
         METADATA_READERS[reader](store)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        "doc_id = 'b.md'",
+        "content_digest = 'another'",
+        "root = '/elsewhere'",
+        "root = CAST(X'ff' AS TEXT)",
+        "root = X'00'",
+    ],
+)
+@pytest.mark.parametrize("call", ["documents", "upsert", "set_digest", "add"])
+def test_a_changed_entry_of_a_document_is_an_error_that_says_what_to_do(
+    store: FaissStore, changed: str, call: str
+):
+    one = chunk("one")
+    store.upsert("a.md", [one], vectors_of([one]), content_digest="first", root="/docs")
+    calls: dict[str, Read] = {
+        "documents": lambda store: store.documents(),
+        "upsert": lambda store: store.upsert(name, [one], vectors_of([one]), root="/docs"),
+        "set_digest": lambda store: store.set_digest(name, "second"),
+        "add": lambda store: store.add(name, [one], vectors_of([one])),
+    }
+    name = "b.md" if "doc_id" in changed else "a.md"
+    with closing(sqlite3.connect(store.folder / DATABASE)) as db, db:
+        db.execute(f"UPDATE documents SET {changed}")
+    with pytest.raises(IndexStoreError, match=r"the index is damaged.*delete the folder and index"):
+        calls[call](store)
+
+
+def test_documents_of_an_older_version_without_a_checksum_are_read(store: FaissStore):
+    put(store, "a.md", "one")
+    with closing(sqlite3.connect(store.folder / DATABASE)) as db, db:
+        db.execute("UPDATE documents SET document_sum = NULL, content_digest = 'old'")
+    assert [document.content_digest for document in store.documents()] == ["old"]
 
 
 def test_metadata_of_an_older_version_without_a_checksum_is_read(store: FaissStore):
