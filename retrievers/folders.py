@@ -18,7 +18,6 @@ from cachecraft_rag.retrievers.reading.documents import (
     SourceFile,
     printable,
     require_known_kind,
-    shown,
     unsupported,
 )
 
@@ -79,7 +78,9 @@ def list_files(
             problems.append(item)
         # `\xff.md` may be a name, or how a byte is written
         elif files.setdefault(item.doc_id, item) is not item:
-            reason = f"{shown(item.path)}: another file's name is written the same way; rename it"
+            reason = (
+                f"{printable(item.path)}: another file's name is written the same way; rename it"
+            )
             problems.append(Problem(item.doc_id, "unsupported", reason))
     return Listing(tuple(files.values()), tuple(problems))
 
@@ -90,7 +91,7 @@ def require_readable(path: Path, more: Container[str] = ()) -> None:
         is_folder = path.is_dir()
         if not is_folder and not path.exists():
             raise DocumentError(
-                f"{shown(path)}: there is no such file or folder; check the spelling. If it was deleted on "
+                f"{printable(path)}: there is no such file or folder; check the spelling. If it was deleted on "
                 "purpose, index an empty folder in its place: that removes its documents"
             )
         if not is_folder and not path.is_file():
@@ -103,11 +104,11 @@ def require_readable(path: Path, more: Container[str] = ()) -> None:
 
 def inaccessible(path: Path, error: OSError) -> str:
     """Return the message for a file or folder that exists but cannot be opened."""
-    return f"{shown(path)}: cannot be opened ({error.strerror or error}); check its permissions and the disk"
+    return f"{printable(path)}: cannot be opened ({error.strerror or error}); check its permissions and the disk"
 
 
 def _no_file(path: Path) -> str:
-    return f"{shown(path)}: is a pipe, socket or device, not a file; copy its content into a file, or leave it out"
+    return f"{printable(path)}: is a pipe, socket or device, not a file; copy its content into a file, or leave it out"
 
 
 def _walk(
@@ -164,13 +165,13 @@ def _found(
         mode = path.stat().st_mode  # a link to itself raises here
         is_outside = path.is_symlink() and root and not path.resolve().is_relative_to(root)
     except FileNotFoundError:
-        reason = f"{shown(path)}: a link that leads nowhere; mend or remove it"
+        reason = f"{printable(path)}: a link that leads nowhere; mend or remove it"
         return Problem(doc_id, "unsupported", reason)
     except OSError as error:
         return Problem(doc_id, "inaccessible", inaccessible(path, error))
     if is_outside:
         advice = "if you trust it, pass --follow-links (follow_links=True)"
-        reason = f"{shown(path)}: a link that leads out of the folder is not followed; {advice}"
+        reason = f"{printable(path)}: a link that leads out of the folder is not followed; {advice}"
         return Problem(doc_id, "outside", reason)
     if stat.S_ISDIR(mode):
         return None
