@@ -222,7 +222,7 @@ class Embedder:
         return unit_vectors([rows.mean(axis=0) for rows in np.split(vectors, ends[:-1])])
 
     def question_parts(self, question: str) -> list[str]:
-        """Return the texts to search for: the question, or the parts of one that is too long for the model.
+        """Return the question as it is searched for: whole, or in parts if it is too long for the model.
 
         A part is about a sentence, of at most 24 tokens; in a question of more than 1,536 tokens it is longer, at most
         what the model reads. Only the middle of a question that is far too long is left out, as in `encode_query`.
