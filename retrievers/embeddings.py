@@ -96,9 +96,9 @@ class Embedder:
     Attributes: `name` of the model, of a folder its last part; `source`, the name or absolute folder that loads it
     again; `dim`, how many numbers a vector has; and `batch_size`. It holds nothing that must be closed.
 
-    Thread-safe: calls run one at a time. Raises `ModelNotFoundError` if the model cannot be loaded, or its wheel or
-    sentence-transformers is not installed. Making one and encoding raise `IndexStoreError` if the model gives a vector
-    that is not finite, as half precision may, and torch's RuntimeError without memory.
+    Thread-safe: calls run one at a time. Raises `ModelNotFoundError` if the model cannot be loaded, or its wheel is not
+    installed, and `MissingPackageError` without sentence-transformers. Making one and encoding raise `IndexStoreError`
+    if the model gives a vector that is not finite, as half precision may, and torch's RuntimeError without memory.
     """
 
     def __init__(
@@ -222,7 +222,7 @@ class Embedder:
         return unit_vectors([rows.mean(axis=0) for rows in np.split(vectors, ends[:-1])])
 
     def question_parts(self, question: str) -> list[str]:
-        """Return the texts to search for: the question, or the parts of one that is too long for the model.
+        """Return the question as it is searched for: whole, or in parts if it is too long for the model.
 
         A part is about a sentence, of at most 24 tokens; in a question of more than 1,536 tokens it is longer, at most
         what the model reads. Only the middle of a question that is far too long is left out, as in `encode_query`.

@@ -17,8 +17,6 @@ from cachecraft_rag.retrievers.reading.documents import (
     SUFFIXES,
     SourceFile,
     printable,
-    require_known_kind,
-    shown,
     unsupported,
 )
 
@@ -68,9 +66,9 @@ def list_files(
     `path` itself, and the name of a single file.
     """
     root = Path(path)
-    require_readable(root, more)
-    if root.is_file():
-        return Listing((SourceFile(root, printable(root.name)),), ())
+    file = require_readable(root, more)
+    if file is not None:
+        return Listing((file,), ())
     files: dict[str, SourceFile] = {}
     problems: list[Problem] = []
     found = _walk(root, more, opener, follow_links=follow_links)
@@ -79,35 +77,24 @@ def list_files(
             problems.append(item)
         # `\xff.md` may be a name, or how a byte is written
         elif files.setdefault(item.doc_id, item) is not item:
-            reason = f"{shown(item.path)}: another file's name is written the same way; rename it"
+            reason = (
+                f"{printable(item.path)}: another file's name is written the same way; rename it"
+            )
             problems.append(Problem(item.doc_id, "unsupported", reason))
     return Listing(tuple(files.values()), tuple(problems))
 
 
-def require_readable(path: Path, more: Container[str] = ()) -> None:
-    """Raise DocumentError unless `path` can be reached, and is a folder or a file whose suffix is known."""
-    try:
-        is_folder = path.is_dir()
-        if not is_folder and not path.exists():
-            raise DocumentError(
-                f"{shown(path)}: there is no such file or folder; check the spelling. If it was deleted on "
-                "purpose, index an empty folder in its place: that removes its documents"
-            )
-        if not is_folder and not path.is_file():
-            raise DocumentError(_no_file(path))
-    except OSError as error:  # a folder on the way to it may not be entered
-        raise DocumentError(inaccessible(path, error)) from error
-    if not is_folder and path.suffix.lower() not in more:
-        require_known_kind(path, 0)
+def require_readable(path: Path, more: Container[str] = ()) -> SourceFile | None:
+    """Return the file at a path, or None for a folder. Raises DocumentError for anything else."""
+    found = _found(path, printable(path.name), None, more)
+    if isinstance(found, Problem):
+        raise DocumentError(found.reason)
+    return found
 
 
 def inaccessible(path: Path, error: OSError) -> str:
     """Return the message for a file or folder that exists but cannot be opened."""
-    return f"{shown(path)}: cannot be opened ({error.strerror or error}); check its permissions and the disk"
-
-
-def _no_file(path: Path) -> str:
-    return f"{shown(path)}: is a pipe, socket or device, not a file; copy its content into a file, or leave it out"
+    return f"{printable(path)}: cannot be opened ({error.strerror or error}); check its permissions and the disk"
 
 
 def _walk(
@@ -163,19 +150,27 @@ def _found(
     try:
         mode = path.stat().st_mode  # a link to itself raises here
         is_outside = path.is_symlink() and root and not path.resolve().is_relative_to(root)
-    except FileNotFoundError:
-        reason = f"{shown(path)}: a link that leads nowhere; mend or remove it"
-        return Problem(doc_id, "unsupported", reason)
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a NUL in it
+        missing = (
+            "there is no such file or folder; check the spelling. If it was deleted on purpose, index an empty folder "
+            "in its place: that removes its documents"
+        )
+        is_link = os.path.islink(path)
+        reason = "a link that leads nowhere; mend or remove it" if is_link else missing
+        return Problem(doc_id, "unsupported", f"{printable(path)}: {reason}")
     except OSError as error:
         return Problem(doc_id, "inaccessible", inaccessible(path, error))
     if is_outside:
         advice = "if you trust it, pass --follow-links (follow_links=True)"
-        reason = f"{shown(path)}: a link that leads out of the folder is not followed; {advice}"
+        reason = f"{printable(path)}: a link that leads out of the folder is not followed; {advice}"
         return Problem(doc_id, "outside", reason)
     if stat.S_ISDIR(mode):
         return None
     suffix = path.suffix.lower()
     if stat.S_ISREG(mode) and (suffix in SUFFIXES or suffix in more):
         return SourceFile(path, doc_id)
-    reason = unsupported(path) if stat.S_ISREG(mode) else _no_file(path)
+    device = (
+        "is a pipe, socket or device, not a file; copy its content into a file, or leave it out"
+    )
+    reason = unsupported(path) if stat.S_ISREG(mode) else f"{printable(path)}: {device}"
     return Problem(doc_id, "unsupported", reason)

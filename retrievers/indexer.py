@@ -48,7 +48,6 @@ from cachecraft_rag.retrievers.reading.documents import (
     SourceFile,
     parsing,
     printable,
-    shown,
     too_large,
 )
 from cachecraft_rag.retrievers.reading.limited_reader import LimitedReader, ReaderStartError
@@ -254,16 +253,16 @@ def _place(path: Path, stored: Iterable[StoredDocument]) -> _Place:
     # not resolve(): a link `docs` that moves on to a new release stays `docs`
     absolute = Path(os.path.abspath(path))
     folder = absolute if path.is_dir() else absolute.parent
-    indexed = printable(str(absolute))
+    indexed = printable(absolute)
     labels = {
         document.root: document.doc_id.partition("/")[0] for document in stored if document.root
     }
-    around = [root for root in labels if _contains(root, printable(str(folder)))]
+    around = [root for root in labels if _contains(root, printable(folder))]
     if around:
         root = max(around, key=len)
-        below = PurePath(printable(str(folder))).relative_to(root).as_posix()
+        below = PurePath(printable(folder)).relative_to(root).as_posix()
         return _Place(root, labels[root], "" if below == "." else below, indexed)
-    root = printable(str(folder))
+    root = printable(folder)
     taken = {document.doc_id.partition("/")[0] for document in stored}
     name = printable(folder.name) or "root"
     label = name
@@ -345,7 +344,7 @@ class _Run:
         # nothing is known of its content: an earlier reading of it stays
         except (MissingPackageError, ReaderStartError) as error:
             self.problems.append(
-                Problem(file.doc_id, "inaccessible", f"{shown(file.path)}: {error}")
+                Problem(file.doc_id, "inaccessible", f"{printable(file.path)}: {error}")
             )
         except OutsideError as error:
             self.problems.append(Problem(file.doc_id, "outside", str(error)))

@@ -71,7 +71,7 @@ def read_text(path: Path, data: bytes) -> Reading:
     hours or all memory: `limited_reader` calls this within limits. MemoryError is the cause of a DocumentError then.
     """
     suffix = path.suffix.lower()
-    with parsing(shown(path)):
+    with parsing(printable(path)):
         convert = _BINARIES.get(suffix)
         text, metadata, losses = convert(data) if convert else _read_text(suffix, data)
         title = clean(str(metadata.pop("title", "")))[:_LONGEST_TITLE]
@@ -102,22 +102,17 @@ def parsing(name: str) -> Iterator[None]:
 
 def too_large(path: Path) -> str:
     """Return the message for a file above `LARGEST_FILE`."""
-    return f"{shown(path)}: is larger than {LARGEST_FILE >> 20} MiB; split it or leave it out"
-
-
-def shown(path: Path) -> str:
-    """Return a path as valid Unicode, for messages; see `printable`."""
-    return printable(str(path))
+    return f"{printable(path)}: is larger than {LARGEST_FILE >> 20} MiB; split it or leave it out"
 
 
 def unsupported(path: Path) -> str:
     """Return the message for a file whose suffix is not in `SUFFIXES`."""
     kinds = ", ".join(SUFFIXES)
-    return f"{shown(path)}: not a kind of file that can be indexed; convert it to one of {kinds}, or leave it out"
+    return f"{printable(path)}: not a kind of file that can be indexed; convert it to one of {kinds}, or leave it out"
 
 
-def printable(name: str) -> str:
-    r"""Return a file name as valid Unicode, which the database needs: bytes that are not UTF-8 become `\xNN`."""
+def printable(name: str | os.PathLike[str]) -> str:
+    r"""Return a file's name or path as valid Unicode, which the database needs: other bytes become `\xNN`."""
     return os.fsencode(name).decode("utf-8", "backslashreplace")
 
 

@@ -22,9 +22,9 @@ from pathlib import Path
 from cachecraft_rag.errors import DocumentError
 from cachecraft_rag.retrievers.reading.documents import (
     SourceFile,
+    printable,
     read_text,
     require_known_kind,
-    shown,
 )
 from cachecraft_rag.retrievers.reading.markup import Reading
 from cachecraft_rag.retrievers.reading.office import require_reader
@@ -80,7 +80,7 @@ class LimitedReader(Closeable):
             reading = read_text(file.path, data)
         else:
             reading = self._ask(file.path, data)
-        name = shown(file.path)
+        name = printable(file.path)
         if not reading.text.strip():
             scan = "if it is a scan, run OCR first (for example ocrmypdf)"
             advice = scan if "pages" in reading.metadata else "add some or remove it"
@@ -101,7 +101,7 @@ class LimitedReader(Closeable):
         budget = self._budget
         seconds = budget.cpu_seconds + budget.cpu_seconds_per_mib * len(data) // (1 << 20)
         memory = budget.memory_bytes + budget.memory_per_byte * len(data)
-        header = {"name": shown(path), "bytes": len(data), "seconds": seconds, "memory": memory}
+        header = {"name": printable(path), "bytes": len(data), "seconds": seconds, "memory": memory}
         worker = self._worker = self._worker or _start()
         assert worker.stdin is not None
         assert worker.stdout is not None
@@ -131,7 +131,7 @@ class LimitedReader(Closeable):
             "crash": "its parser crashed",
         }
         advice = "save it again with another program, split it, or leave it out"
-        raise DocumentError(f"{shown(path)}: skipped: {reasons[kind]}; {advice}")
+        raise DocumentError(f"{printable(path)}: skipped: {reasons[kind]}; {advice}")
 
 
 def _start() -> subprocess.Popen[bytes]:

@@ -245,12 +245,15 @@ def _list_and_level(properties: Any) -> tuple[str, int] | None:
 
 
 def pptx_to_markdown(data: bytes) -> Reading:
-    """Return a heading for each slide with its texts, tables and notes; see `docx_to_markdown`."""
+    """Return a heading for each slide that is shown with its texts, tables and notes; see `docx_to_markdown`."""
     from pptx import Presentation
 
-    _unpacked(data).close()
+    losses = _left_out(data)
     parts: list[str] = []
     for number, slide in enumerate(Presentation(io.BytesIO(data)).slides, 1):
+        if slide.element.get("show") in _OFF:
+            losses.append(f"the hidden slide {number}")
+            continue
         title = slide.shapes.title
         name = title.text_frame.text.strip() if title is not None else ""
         parts.append(f"<h2>{escape(name or f'Slide {number}')}</h2>")
@@ -258,7 +261,7 @@ def pptx_to_markdown(data: bytes) -> Reading:
         notes = slide.notes_slide.notes_text_frame if slide.has_notes_slide else None
         if notes is not None and notes.text.strip():
             parts.append(f"<p>Notes: {escape(notes.text.strip())}</p>")
-    return html_to_markdown("".join(parts))._replace(losses=_left_out(data))
+    return html_to_markdown("".join(parts))._replace(losses=losses)
 
 
 def _shape_html(shape: Any) -> str:
@@ -287,8 +290,11 @@ def xlsx_to_markdown(data: bytes) -> Reading:
 
     _unpacked(data).close()
     parts: list[str] = []
+    losses: list[str] = []
     workbook = CalamineWorkbook.from_filelike(io.BytesIO(data))
     for sheet in workbook.sheets_metadata:
+        if sheet.visible != SheetVisibleEnum.Visible:
+            losses.append(f"the hidden sheet {sheet.name}")
         if sheet.typ != SheetTypeEnum.WorkSheet or sheet.visible != SheetVisibleEnum.Visible:
             continue
         cells = workbook.get_sheet_by_name(sheet.name)
@@ -301,7 +307,7 @@ def xlsx_to_markdown(data: bytes) -> Reading:
         text = rows_to_text(rows, len(data))
         if text:
             parts.append(f"# {sheet.name}\n\n{text}")
-    return Reading("\n\n".join(parts), {"format": "markdown"})
+    return Reading("\n\n".join(parts), {"format": "markdown"}, losses)
 
 
 def _cell_text(value: object) -> str:

@@ -315,6 +315,34 @@ def chart_bytes() -> bytes:
     return made.getvalue()
 
 
+def hidden_slide_bytes() -> bytes:
+    from pptx import Presentation
+
+    slides = Presentation()
+    for text in ("Shown", "Secret"):
+        slides.slides.add_slide(slides.slide_layouts[5]).shapes.title.text = text
+    slides.slides[1].element.set("show", "0")
+    made = io.BytesIO()
+    slides.save(made)
+    return made.getvalue()
+
+
+def hidden_sheet_bytes() -> bytes:
+    from xlsxwriter import Workbook
+
+    made = io.BytesIO()
+    with Workbook(made) as workbook:
+        for name in ("Shown", "Secret"):
+            workbook.add_worksheet(name).write_row(0, 0, ("a", name))
+        workbook.get_worksheet_by_name("Secret").hide()
+    return made.getvalue()
+
+
+def test_hidden_slides_and_sheets_are_left_out() -> None:
+    assert read("a.pptx", hidden_slide_bytes()).text == "## Shown"
+    assert read("a.xlsx", hidden_sheet_bytes()).text == "# Shown\n\na, Shown"
+
+
 def book_bytes() -> bytes:
     """A book whose second chapter is not in the file."""
     made = io.BytesIO()
@@ -340,6 +368,8 @@ INCOMPLETE = {
         "was read without diagrams",
     ),
     "hidden.docx": (hidden_bytes, "was read without hidden text"),
+    "hidden.pptx": (hidden_slide_bytes, "was read without the hidden slide 2"),
+    "hidden.xlsx": (hidden_sheet_bytes, "was read without the hidden sheet Secret"),
     "bad.txt": (
         lambda: "Rückgabe fünf Tage".encode() + b"\xff",
         "was read without 1 characters whose bytes are no UTF-8",

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from cachecraft_rag.errors import ConfigError, DocumentError
 from cachecraft_rag.retrievers.folders import OutsideError
-from cachecraft_rag.retrievers.reading.documents import shown
+from cachecraft_rag.retrievers.reading.documents import printable
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class AllowedFolders:
             # pathlib raises for paths it cannot reach instead of returning False
             if not os.path.isdir(folder):
                 raise ConfigError(
-                    f"--allow {shown(folder)}: there is no such folder; check the spelling, or make it"
+                    f"--allow {printable(folder)}: there is no such folder; check the spelling, or make it"
                 )
             self._folders.append(AllowedFolder(Path(os.path.abspath(folder)), folder.resolve()))
 
@@ -46,7 +46,7 @@ class AllowedFolders:
         return bool(self._folders)
 
     def __str__(self) -> str:
-        return ", ".join(shown(folder.named) for folder in self._folders)
+        return ", ".join(printable(folder.named) for folder in self._folders)
 
     def path_of(self, text: str) -> Path:
         """Return where a path that an agent sent leads, if that is an allowed folder or below one.
@@ -95,7 +95,7 @@ class AllowedFolders:
         real = Path(os.path.realpath(path))
         if not any(real.is_relative_to(folder.real) for folder in self._folders):
             raise OutsideError(
-                f"{shown(Path(path))}: now leads out of the folders that may be indexed ({self}), so it was not read; "
+                f"{printable(path)}: now leads out of the folders that may be indexed ({self}), so it was not read; "
                 "put the file back, or restart the server if an allowed folder has moved"
             )
         try:
@@ -140,7 +140,7 @@ def _is_at(real: Path, descriptor: int, *, is_folder: bool) -> bool:
 
 def _replaced(path: str) -> str:
     return (
-        f"{shown(Path(path))}: was replaced while it was opened, so it was not read; index it again"
+        f"{printable(path)}: was replaced while it was opened, so it was not read; index it again"
     )
 
 
