@@ -16,7 +16,7 @@ import uvicorn
 from cachecraft_rag.engine.config import EngineConfig
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.errors import ConfigError
-from cachecraft_rag.model.decoder import loading
+from cachecraft_rag.model.checkpoint import loading
 from cachecraft_rag.model.fingerprint import snapshot_folder
 from cachecraft_rag.server.local.app import LocalServer
 from cachecraft_rag.server.local.embeddings import Embeddings
