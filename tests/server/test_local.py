@@ -142,6 +142,19 @@ def test_a_system_message_is_the_instruction_and_its_chunk_caches_serve_who_send
     assert counts[1]["prompt_tokens_details"]["cached_tokens"] > 0.8 * counts[1]["prompt_tokens"]
 
 
+def test_a_private_instruction_without_a_session_shapes_no_chunk_cache_and_the_note_says_so(
+    server: Served,
+) -> None:
+    turns = [{"role": "system", "content": "Ada lives in Arden."}, *QUESTION]
+    private = {"private_system": True}
+    for _ in range(2):
+        answer = server.chat(documents=DOCUMENTS, messages=turns, cachecraft=private).json()
+        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+        assert "it has no session" in answer["kv_transfer_params"]["cachecraft"]["note"]
+    server.engine.settle()
+    assert server.engine.store.stats().variants == 0
+
+
 def test_a_request_without_documents_has_the_prompt_of_the_models_own_template(
     server: Served,
 ) -> None:

@@ -10,7 +10,6 @@ from typing import Any, Self
 
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.errors import CacheCraftError, ConfigError
-from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.prompt.tools import CallReader, ToolCall
 from cachecraft_rag.prompt.unmarked import Recognise
 from cachecraft_rag.server.documents import Asked, plain_config, uncaptured_note
@@ -30,6 +29,7 @@ from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.types.digests import digest
 from cachecraft_rag.types.prompts import Prompt
 
+_UNOWNED = "computed in full: its instruction or its tools are private (private_system), and it has no session"
 _FINISH = {"end": "stop", "stop": "stop", "length": "length"}
 
 
@@ -184,13 +184,19 @@ class Answerer:
                 max_tokens=fields.max_tokens if max_tokens is None else max_tokens,
                 schema=use.schema(builder.calls) or schema if use.offered else schema,
             )
-            generation = self._generation(prompt, asked.config, sampling, owner, started)
+            config = asked.config or self._engine.config
+            is_unowned = _is_unowned(prompt, owner)
+            if is_unowned:
+                config = replace(config, reuse=False, capture=False)
+            generation = self._engine.generate(
+                prompt, session=owner, sampling=sampling, config=config, started=started
+            )
         return Answer(
             prefix,
             generation,
             calls=use.reader(builder.calls) if use.offered else None,
             single=use.single,
-            note=uncaptured_note(asked.config, self._engine.config),
+            note=_UNOWNED if is_unowned else uncaptured_note(asked.config, self._engine.config),
             session=session,
             ended=self._ended,
         )
@@ -218,7 +224,9 @@ class Answerer:
                 private=owner is not None,
             )
             sampling = self._sampling(body, prompt, max_tokens=fields.max_tokens)
-            generation = self._generation(prompt, asked.config, sampling, owner, started)
+            generation = self._engine.generate(
+                prompt, session=owner, sampling=sampling, config=asked.config, started=started
+            )
         return Answer("cmpl-", generation, session=session, ended=self._ended)
 
     @contextmanager
@@ -258,23 +266,6 @@ class Answerer:
         room = self._engine.decoder.context_length - prompt.bounds[-1]
         return sampling_of(body, self._defaults, max_tokens=max_tokens, room=room, schema=schema)
 
-    def _generation(
-        self,
-        prompt: Prompt,
-        config: ReuseConfig | None,
-        sampling: SamplingParams,
-        session: str | None,
-        started: float,
-    ) -> Generation:
-        config = config or self._engine.config
-        if prompt.segments[0].private and session is None and prompt.segments[0].kind == "system":
-            is_found = any(segment.found for segment in prompt.segments)
-            # each chunk-cache after it belongs to a session; found text names one
-            config = config if is_found else replace(config, reuse=False, capture=False)
-        return self._engine.generate(
-            prompt, session=session, sampling=sampling, config=config, started=started
-        )
-
     def _check_end_tokens(self, given: object) -> None:
         if given is None:
             return
@@ -283,6 +274,12 @@ class Answerer:
             raise ConfigError(
                 f"stop_token_ids: the model's own, {sorted(known)}, end an answer; use stop for texts"
             )
+
+
+def _is_unowned(prompt: Prompt, session: str | None) -> bool:
+    """Return True if a prompt begins with private text that no session owns; found text names a session."""
+    is_found = any(segment.found for segment in prompt.segments)
+    return prompt.segments[0].private and session is None and not is_found
 
 
 def _owner(session: str | None, salt: str) -> str | None:
