@@ -17,6 +17,7 @@ from cachecraft_rag.errors import CacheCraftError
 COMMANDS = {
     "audits": "Times of requests beside audits, and what audits compute",
     "batches": "Prefill and decoding of several requests at once",
+    "bypass": "Time of a prompt that is left to vLLM, against a vLLM without this package",
     "cake-steps": "Times of steps while chunk-caches load, against the same steps alone (Cake Fig. 7)",
     "cake": "Computing, loading, and both at once (Cake), at limited disk speeds",
     "early-termination": "Early termination against none, and against a smaller ratio of the same cost",

@@ -100,7 +100,8 @@ class ReuseTiming:
             self.capture(other)
             if len(self._stored(chunk_ids)) < len(chunk_ids):
                 return None
-            return timed(self.config, partial(self.ask, prompt), least_s=least_s)
+            ask = partial(self.ask, prompt)
+            return timed(self.config, ask, tokens=tokens, least_s=least_s)
         finally:
             if self._stored(chunk_ids):
                 self.store.evict(RowFilter(chunk_ids=tuple(chunk_ids)))

@@ -24,8 +24,7 @@ SHORTEST = 1024  # tokens of the first prompt that is measured
 LONGEST = 32768  # and of the last one
 CHUNK = 512  # tokens of each of its chunks
 LONGEST_OVER = 128  # most tokens that a prompt has beyond its length, and those of the answer
-# prompts that are timed with and without reuse for each length; the first of each warms up
-_TIMINGS = 5
+_PAIRS = 10  # timings of each length, each in full and with reuse, after a pair that warms up
 _AROUND = 64  # tokens of the instruction and of the question together
 _GAIN = 0.95  # share of full prefill's time that reuse must stay below to count as sooner
 
@@ -39,12 +38,7 @@ class Times:
 
 
 def lengths_up_to(longest: int) -> list[int]:
-    """Return the lengths of the prompts to measure, in tokens, ascending; [] if the context is too short for any.
-
-    The first one is 1,024, each other one is twice the one before, and the last one is at most 32,768.
-
-    Args:
-        longest: most tokens of a prompt that the engine can fill from chunk-caches.
+    """Return the lengths of the prompts to measure, in tokens: 1,024 and each twice the one before, up to `longest`.
 
     >>> lengths_up_to(5000)
     [1024, 2048, 4096]
@@ -60,13 +54,8 @@ def lengths_up_to(longest: int) -> list[int]:
 def shortest_prompt(lengths: Sequence[int], measure: Callable[[int], Times | None]) -> int:
     """Return the smallest of these lengths at which reuse is sooner; 0 if it is the first one, or none was measured.
 
-    Reuse counts as sooner if it takes less than 95 % of full prefill's time. Lengths are measured in order up to the
-    first one at which it is sooner. If it is sooner at none of those measured, the result is one more than the last of
-    them, and a warning is logged. The times and the result are logged at level INFO. Errors of `measure` pass.
-
-    Args:
-        lengths: lengths of prompts in tokens, ascending.
-        measure: times a prompt of this length; None if it could not be reused, which ends the measurement.
+    Sooner means less than 95 % of full prefill's time. If reuse is sooner at none, the result is one more than the last
+    length, and a warning is logged. A `measure` of None ends the measurement: the prompt could not be reused.
 
     >>> shortest_prompt([1024, 2048], lambda tokens: Times(1.0, 1.5 if tokens < 2000 else 0.5))
     2048
@@ -103,18 +92,21 @@ def shortest_prompt(lengths: Sequence[int], measure: Callable[[int], Times | Non
 
 
 def timed(
-    config: ReuseConfig, ask: Callable[[ReuseConfig], float | None], *, least_s: float = 0.0
+    config: ReuseConfig,
+    ask: Callable[[ReuseConfig], float | None],
+    *,
+    tokens: int,
+    least_s: float = 0.0,
 ) -> Times | None:
     """Time one prompt with full prefill and with reuse, in turn; None once it could not be reused.
 
-    The fastest of several counts for both, because what slows a single request down may hit either. Errors of `ask`
-    pass.
+    The fastest of ten counts for both, because what slows a single request down may hit either. All times are logged at
+    level INFO.
 
     Args:
-        config: settings of reuse. Where CFO would decide, `DEFAULT_RATIO` does: CFO says nothing about random
-            tokens.
-        ask: answers the prompt with these settings, and returns the seconds to the first token; None if it was to be
-            reused, and was not.
+        config: settings of reuse; `DEFAULT_RATIO` replaces CFO, which says nothing about random tokens.
+        ask: answers with these settings; returns seconds to the first token, None if the prompt was not reused.
+        tokens: length of the prompt, for the log.
         least_s: go on for so many seconds at least.
     """
     ratio = DEFAULT_RATIO if config.fixed_ratio is None else config.fixed_ratio
@@ -122,26 +114,27 @@ def timed(
     full = ReuseConfig.full_prefill()
     seconds: dict[ReuseConfig, list[float]] = {full: [], reuse: []}
     started = time.perf_counter()
-    while len(seconds[full]) < _TIMINGS or time.perf_counter() - started < least_s:
+    while len(seconds[full]) <= _PAIRS or time.perf_counter() - started < least_s:
         for side, times in seconds.items():
             took = ask(side)
             if took is None:
                 return None
             times.append(took)
-    # the first of each has warmed up
+    for side, times in seconds.items():
+        logger.info(
+            "Milliseconds of a prompt of %d tokens %s, the first warms up: %s",
+            tokens,
+            "with reuse" if side.reuse else "in full",
+            " ".join(f"{1000 * took:.1f}" for took in times),
+        )
     return Times(min(seconds[full][1:]), min(seconds[reuse][1:]))
 
 
 def prompts_of(tokens: int, *, vocabulary: int) -> tuple[Prompt, Prompt]:
     """Return a prompt of about so many random tokens, and its instruction and chunks in another order to capture.
 
-    The second one has no question. Every chunk has another place in it, because none is to be reused exactly. The
-    instruction and the question have 32 tokens each, and each chunk has 512; there are at least two chunks. The same
-    `tokens` give the same token ids, but each call gives new segment ids.
-
-    Args:
-        tokens: length of the first prompt, at least `SHORTEST`; it is met to half a chunk.
-        vocabulary: number of token ids of the model. Raises ValueError if it is below 1.
+    The second one has no question, and every chunk another place, because none is to be reused exactly. The same
+    `tokens` give the same token ids, but each call new segment ids.
     """
     dice = random.Random(tokens)
     start = secrets.token_hex(8)  # other engines on the same store use other names

@@ -22,7 +22,7 @@ from cachecraft_rag.compute.rows import RowReason, Rows
 from cachecraft_rag.compute.stack import Alone
 from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.planning.config import ReuseConfig, ReuseMethod
-from cachecraft_rag.planning.planner import Plan, SegmentPlan
+from cachecraft_rag.planning.planner import Plan, SegmentPlan, make_plan
 from cachecraft_rag.planning.reasons import Reason
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.store.catalog_records import RowFilter
@@ -226,7 +226,39 @@ def test_without_reuse_nothing_is_opened_and_without_capture_nothing_kept(shelf:
         assert list(resolved.job.captures) == []
 
 
+def plans_of(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> int:
+    """How many plans are made to resolve the prompt."""
+    plans: list[Plan] = []
+
+    def counted(*given: Any, **named: Any) -> Plan:
+        plans.append(make_plan(*given, **named))
+        return plans[-1]
+
+    monkeypatch.setattr("cachecraft_rag.compute.resolve.make_plan", counted)
+    with closing(shelf.resolve()):
+        return len(plans)
+
+
+def test_a_prompt_is_planned_once_if_all_that_it_reuses_can_be_opened(
+    shelf: Shelf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shelf.put("a", SYSTEM)
+    shelf.put("b", SYSTEM)
+    shelf.reopen()
+    assert plans_of(shelf, monkeypatch) == 1
+
+
 # -- what cannot be opened --------------------------------------------------------------------------------------------
+
+
+def test_a_prompt_is_planned_again_for_what_could_not_be_opened(
+    shelf: Shelf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost = shelf.put("a", SYSTEM)
+    shelf.put("b", SYSTEM)
+    shelf.reopen()
+    shelf.path(lost).unlink()
+    assert plans_of(shelf, monkeypatch) == 2
 
 
 def test_a_lost_variant_gives_way_to_the_next_best(shelf: Shelf) -> None:

@@ -89,16 +89,23 @@ def asked(full: list[float], reused: list[float | None]) -> tuple[Times | None, 
         configs.append(config)
         return next(seconds[config.reuse])
 
-    return timed(ReuseConfig(method=ReuseMethod(alpha=0.7)), ask), configs
+    return timed(ReuseConfig(method=ReuseMethod(alpha=0.7)), ask, tokens=1024), configs
 
 
-def test_the_fastest_but_the_first_counts_on_both_sides() -> None:
-    times, configs = asked([0.1, 0.5, 0.3, 0.4, 0.5], [0.2, 0.9, 0.8, 0.7, 0.9])
+def test_the_fastest_of_ten_pairs_after_the_first_counts_on_both_sides() -> None:
+    times, configs = asked([0.1, *[0.5] * 8, 0.3, 0.4], [0.2, *[0.9] * 8, 0.8, 0.7])
     assert times == Times(full_s=0.3, reused_s=0.7)
-    assert [config.reuse for config in configs] == 5 * [False, True]
+    assert [config.reuse for config in configs] == 11 * [False, True]
     assert not any(config.capture for config in configs)
     # a number, because CFO says nothing about random tokens
     assert {config.recompute_ratio for config in configs if config.reuse} == {0.2}
+
+
+def test_the_log_has_the_series_of_each_side(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "cachecraft_rag"):
+        asked([0.1, *[0.5] * 8, 0.3, 0.4], [0.2, *[0.9] * 8, 0.8, 0.7])
+    assert "1024 tokens in full, the first warms up: 100.0 500.0" in caplog.text
+    assert "1024 tokens with reuse, the first warms up: 200.0 900.0" in caplog.text
 
 
 def test_a_prompt_that_cannot_be_reused_ends_the_timing() -> None:
