@@ -346,7 +346,7 @@ class AnswerEngine(ABC):
         check_callable("progress", progress)
         check_callable("skipped", skipped, optional=False)
         texts = by_source(documents)
-        self._readmit(chunk for _, chunks in texts for chunk in chunks)
+        self.readmit(chunk for _, chunks in texts for chunk in chunks)
         return prime_documents(self._primer(alone), texts, progress=progress, skipped=skipped)
 
     def estimate_priming(
@@ -365,8 +365,8 @@ class AnswerEngine(ABC):
     def remove(self, documents: Iterable[object]) -> Evicted:
         """Remove the chunk-caches of documents that left a database of yours, and of all chunks captured after them.
 
-        Neither is stored again, by any process, until `prime` or `sync` is given the document. To be called when the
-        database has deleted or replaced documents; a text that another document still has is given to `sync`.
+        Neither is stored again, by any process, until `prime`, `readmit` or `sync` is given the document. To be called
+        when the database deletes or replaces documents.
 
         Args:
             documents: as for `prime`.
@@ -380,6 +380,22 @@ class AnswerEngine(ABC):
         if isinstance(self.store, ChunkCacheStore):
             return self.store.remove_chunks(chunk_ids, namespace=self.namespace)
         return self.store.remove_chunks(chunk_ids)
+
+    def readmit(self, documents: Iterable[object]) -> None:
+        """Let documents that `remove` or `sync` had removed be stored again: the database holds them again.
+
+        Args:
+            documents: as for `prime`; others than removed ones are ignored.
+
+        Raises what `remove` raises.
+        """
+        chunks = chunks_of(documents)
+        readmit = self.store.readmit_chunks
+        if isinstance(self.store, ChunkCacheStore):
+            readmit = partial(self.store.readmit_chunks, namespace=self.namespace)
+        back = readmit(()).intersection(chunk.chunk_id for chunk in chunks)
+        if back:
+            readmit(tuple(back))
 
     def sync(self, documents: Iterable[object]) -> Evicted:
         """Keep the chunk-caches of these documents and of instructions only: all others of this namespace are removed.
@@ -416,15 +432,6 @@ class AnswerEngine(ABC):
     def _finish_captures(self) -> None:
         """Wait until captures of answers that have ended were given to the store."""
         return
-
-    def _readmit(self, chunks: Iterable[Chunk]) -> None:
-        """Let chunks that were removed be stored again."""
-        readmit = self.store.readmit_chunks
-        if isinstance(self.store, ChunkCacheStore):
-            readmit = partial(self.store.readmit_chunks, namespace=self.namespace)
-        back = readmit(()).intersection(chunk.chunk_id for chunk in chunks)
-        if back:
-            readmit(tuple(back))
 
     def capture(self, prompt: Prompt, captures: Sequence[int], *, primed: bool) -> None:
         """Compute a prompt without a question, capture these segments (ascending), and wait for the store.

@@ -5,8 +5,8 @@ Nothing of a framework is imported: its documents are known by their attributes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
 from cachecraft_rag.checks import listed, shown
 from cachecraft_rag.errors import ConfigError
@@ -36,6 +36,50 @@ def by_source(documents: Iterable[object]) -> list[tuple[str, list[Chunk]]]:
         # a number names no source, so it is no other text's name
         texts.setdefault(source or f"text {place}", []).append(chunk)
     return list(texts.items())
+
+
+class Removing(Protocol):
+    """An engine, as far as the deletes and updates of a database need it; see `AnswerEngine`."""
+
+    def remove(self, documents: Iterable[object]) -> object:
+        """Remove the chunk-caches of these documents."""
+
+    def readmit(self, documents: Iterable[object]) -> None:
+        """Let these documents be stored again."""
+
+
+class HeldTexts:
+    """The texts of a database under its ids, as far as this process added them: two documents may have the same text.
+
+    Args:
+        engine: its chunk-caches leave with the last document of a text.
+        read: returns the chunks that the model reads of documents.
+    """
+
+    def __init__(self, engine: Removing, read: Callable[[Iterable[Any]], list[Chunk]]) -> None:
+        self._engine = engine
+        self._read = read
+        self._held: dict[str, str] = {}
+
+    def add(self, ids: Sequence[str], documents: Sequence[object]) -> None:
+        """Note documents that the database holds from now on."""
+        chunks = self._read(documents)
+        self._held |= {name: chunk.chunk_id for name, chunk in zip(ids, chunks, strict=True)}
+        self._engine.readmit(chunks)
+
+    def remove(
+        self, ids: Iterable[str], documents: Iterable[object], *, replaced_by: Iterable[object] = ()
+    ) -> None:
+        """Remove the chunk-caches of these documents, but for texts that the database holds under other ids.
+
+        The documents `replaced_by` will be added under these ids.
+        """
+        for name in ids:
+            self._held.pop(name, None)
+        held = {*self._held.values(), *(chunk.chunk_id for chunk in self._read(replaced_by))}
+        gone = [chunk for chunk in self._read(documents) if chunk.chunk_id not in held]
+        if gone:
+            self._engine.remove(gone)
 
 
 def _read(document: object) -> tuple[str, Chunk]:
