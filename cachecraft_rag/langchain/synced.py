@@ -44,8 +44,8 @@ class SyncedVectorStore(VectorStore):
         check_kind("engine", engine, AnswerEngine, advice="pass generator.engine or chat.engine")
         if type(vector_store).get_by_ids is VectorStore.get_by_ids:
             raise ConfigError(
-                f"{type(vector_store).__name__} does not return documents by their ids, so nobody knows the texts that "
-                "it deletes; call engine.remove(documents) yourself, or engine.sync(all_documents) now and then"
+                f"{type(vector_store).__name__} does not return documents by their ids, so the texts that it deletes "
+                "are not known; call engine.remove(documents) yourself, or engine.sync(all_documents) now and then"
             )
         self._inner = vector_store
         self._held = HeldTexts(engine, chunks)

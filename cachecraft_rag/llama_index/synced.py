@@ -37,8 +37,8 @@ class SyncedVectorStore(BasePydanticVectorStore):
             and PostgreSQL.
         engine: its chunk-caches are removed.
 
-    Raises ConfigError for a vector store without `get_nodes`, and for arguments of another kind. A write raises what
-    `engine.remove` raises, and what the vector store does.
+    Raises ConfigError for arguments of another kind. A deletion raises it for a vector store without `get_nodes`,
+    before it deletes; and a write what `engine.remove` raises, and what the vector store does.
     """
 
     stores_text: bool = True
@@ -48,11 +48,6 @@ class SyncedVectorStore(BasePydanticVectorStore):
     def __init__(self, vector_store: BasePydanticVectorStore, engine: AnswerEngine) -> None:
         check_kind("vector_store", vector_store, BasePydanticVectorStore)
         check_kind("engine", engine, AnswerEngine, advice="pass query_engine.engine")
-        if type(vector_store).get_nodes is BasePydanticVectorStore.get_nodes:
-            raise ConfigError(
-                f"{type(vector_store).__name__} does not return its nodes, so nobody knows the texts that it deletes; "
-                "call engine.remove(nodes) yourself, or engine.sync(all_nodes) now and then"
-            )
         super().__init__(
             stores_text=vector_store.stores_text, is_embedding_query=vector_store.is_embedding_query
         )
@@ -79,7 +74,7 @@ class SyncedVectorStore(BasePydanticVectorStore):
     def delete(self, ref_doc_id: str, **delete_kwargs: Any) -> None:
         """Delete the nodes of a document; their chunk-caches leave first."""
         of_document = MetadataFilters(filters=[MetadataFilter(key=_DOCUMENT, value=ref_doc_id)])
-        self._forget(self._inner.get_nodes(filters=of_document))
+        self._remove(None, of_document)
         self._inner.delete(ref_doc_id, **delete_kwargs)
 
     def delete_nodes(
@@ -89,15 +84,23 @@ class SyncedVectorStore(BasePydanticVectorStore):
         **delete_kwargs: Any,
     ) -> None:
         """Delete nodes by their ids or by filters; their chunk-caches leave first."""
-        self._forget(self._inner.get_nodes(node_ids=node_ids, filters=filters))
+        self._remove(node_ids, filters)
         self._inner.delete_nodes(node_ids, filters, **delete_kwargs)
 
     def clear(self) -> None:
-        """Delete all nodes; their chunk-caches leave first."""
-        self._forget(self._inner.get_nodes())
-        self._inner.clear()
+        """Raise ConfigError: a database need not list all its nodes."""
+        raise ConfigError(
+            "clear the vector store itself, and call engine.store.evict(down_to_bytes=0): that removes all chunk-caches"
+        )
 
-    def _forget(self, nodes: Sequence[BaseNode]) -> None:
+    def _remove(self, node_ids: list[str] | None, filters: MetadataFilters | None) -> None:
+        try:
+            nodes = self._inner.get_nodes(node_ids=node_ids, filters=filters)
+        except NotImplementedError as error:
+            raise ConfigError(
+                f"{type(self._inner).__name__} does not return its nodes, so the texts that it deletes are not known; "
+                "call engine.remove(nodes) yourself, or engine.sync(all_nodes) now and then"
+            ) from error
         self._held.remove([node.node_id for node in nodes], nodes)
 
     def query(self, query: VectorStoreQuery, **kwargs: Any) -> VectorStoreQueryResult:
