@@ -63,12 +63,10 @@ from cachecraft_rag.retrievers.llama_index_filters import NODE, has_empty_group,
 from cachecraft_rag.retrievers.retriever import DEFAULT_TOP_K, Retriever
 from cachecraft_rag.store.closeable import Closeable
 from cachecraft_rag.store.durable import Caches
-from cachecraft_rag.types.documents import CHUNK_ID_KEY, NOTE_KEYS, Chunk, SearchHit
+from cachecraft_rag.types.documents import CHUNK_ID_KEY, NOTE_KEYS, PATH_KEYS, Chunk, SearchHit
 
 # options of `add` in other stores that change no result
 _HINTS = ("batch_size", "show_progress")
-# Of no use to the model, and part of the text by default: a folder that is moved would lose all its chunk-caches.
-PATH_KEYS = frozenset({"file_path"})
 
 
 def _in_thread(method: Callable[..., Any]) -> Callable[..., Any]:

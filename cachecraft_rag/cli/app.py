@@ -53,6 +53,11 @@ COMMANDS: dict[str, CommandEntry] = {
         _ASKING,
     ),
     "index": CommandEntry("ask", "Index documents.", _ASKING, "index"),
+    "prime": CommandEntry(
+        "prime",
+        "Compute the chunk-caches of texts that a database of yours holds, before the first question.",
+        _ASKING,
+    ),
     "ask": CommandEntry("ask", "Answer one question over the indexed documents.", _ASKING),
     "chat": CommandEntry("chat", "Chat about the indexed documents.", _ASKING),
     "documents": CommandEntry(

@@ -23,8 +23,10 @@ from cachecraft_rag.cli.options import (
     progress_bar,
     takes,
 )
+from cachecraft_rag.cli.prime import From, read_chunks
 from cachecraft_rag.engine.settings import Settings
 from cachecraft_rag.errors import ConfigError, StoreError
+from cachecraft_rag.types.documents import chunk_id_of
 
 if TYPE_CHECKING:
     from cachecraft_rag.store import ChunkCacheStore, Listed
@@ -212,6 +214,29 @@ def limits(as_json: options.Json = False, *, settings: Settings) -> None:
                 if isinstance(value, int)
                 else f"{name}: {value}"
             )
+
+
+@app.command()
+@takes("store", "namespace")
+def sync(source: From, as_json: options.Json = False, *, settings: Settings) -> None:
+    """Keep the chunk-caches of these texts and of instructions; all others of the namespace are removed for good.
+
+    For a database that has deleted documents: give it all texts that the database still holds, as for `prime`. Passages
+    of unmarked prompts leave too. Those that leave are not stored again until `sync` or `prime` is given the text.
+
+    Exit code 2 if a line is in another form, there is none, or there is no store or it cannot be written.
+    """
+    # Raises StoreError and ConfigError; see `app.main` for exit codes.
+    from cachecraft_rag.prompt.builder import STAND_IN
+
+    held = {chunk.chunk_id for chunk in read_chunks(source)}
+    with opened(Path(settings["store"])) as caches:
+        held.add(chunk_id_of(STAND_IN))
+        gone = caches.sync_chunks(held, namespace=settings["namespace"])
+    if as_json:
+        print_json(asdict(gone))
+    else:
+        out.print(f"{counted(gone.variants, 'variant')} removed, {megabytes(gone.nbytes)} freed")
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,10 @@ _MISSING = Capabilities(
     {
         Capability.CAPTURE: "a server captures texts: use engine.primer().prime(chunks)",
         Capability.LOOK_UP: "the chunk-caches are the server's: engine.primer().missing(chunks) asks it",
+        Capability.SYNC: (
+            "the chunk-caches are the server's: name what was deleted, engine.remove(documents), or run "
+            "`cachecraft store sync` where the server's store is"
+        ),
         Capability.TOOLS: (
             "this client sends no tools: send them with documents to /v1/chat/completions from an OpenAI client, use "
             "an engine in this process, or let another model be the agent and give it this chain as a tool"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _thread
 import json
+import logging
 import os
 import shutil
 import threading
@@ -14,10 +15,11 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import ClassVar, Protocol, Self, TypedDict, Unpack
 
-from cachecraft_rag.checks import check_kind, listed
+from cachecraft_rag.checks import check_callable, check_flag, check_kind, listed
 from cachecraft_rag.engine.capabilities import ALL, Capabilities, Capability
 from cachecraft_rag.engine.config import EngineConfig
-from cachecraft_rag.errors import CacheCraftError, StoreError
+from cachecraft_rag.engine.documents import by_source, chunks_of
+from cachecraft_rag.errors import CacheCraftError, ConfigError, StoreError
 from cachecraft_rag.model.facts import DiskSpace, ModelFacts
 from cachecraft_rag.observability.request_counts import RequestCounts
 from cachecraft_rag.observability.request_log import log_request
@@ -29,15 +31,25 @@ from cachecraft_rag.prompt.builder import PromptBuilder, Turn, checked_chunks
 from cachecraft_rag.prompt.tools import Tool, checked_tools
 from cachecraft_rag.prompt.unmarked import Recognise, session_of
 from cachecraft_rag.serving.generation import Generation, Pieces
-from cachecraft_rag.serving.priming import DocumentPrimer, Primer, Related
+from cachecraft_rag.serving.priming import (
+    DocumentPrimer,
+    Primer,
+    PrimingEstimate,
+    Related,
+    estimate_priming,
+    prime_documents,
+)
 from cachecraft_rag.serving.request import Request, RequestProgress, check_asked
 from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store import ChunkCacheStore
-from cachecraft_rag.store.durable import Caches
+from cachecraft_rag.store.durable import Caches, Evicted
 from cachecraft_rag.store.processes import HomeProcess
 from cachecraft_rag.store.row_checks import LookupResult, RowBounds
 from cachecraft_rag.types.documents import Chunk
+from cachecraft_rag.types.progress import Progress
 from cachecraft_rag.types.prompts import Prompt, Segment
+
+logger = logging.getLogger("cachecraft_rag.engine")
 
 PathLike = str | os.PathLike[str]
 # prompt builders for sets of tools that are kept, besides the builder without tools
@@ -306,6 +318,120 @@ class AnswerEngine(ABC):
     def primer(self, *, related: Related | None = None) -> DocumentPrimer:
         """Return a primer of at most 2,048 tokens a pass; for `related` see `Primer`."""
         return Primer(self, related=related)
+
+    def prime(
+        self,
+        documents: Iterable[object],
+        *,
+        alone: bool = False,
+        progress: Callable[[Progress], None] | None = None,
+        skipped: Callable[[str], None] = logger.warning,
+    ) -> int:
+        """Capture documents that a database of yours holds, before the first question, and return the captures' number.
+
+        Chunks with the same source (`source` in their metadata; the `ref_doc_id` of a node) are captured after one
+        another, in the order given. What is stored already is skipped, so after Ctrl-C call it again. Documents that
+        `remove` or `sync` had removed are stored again.
+
+        Args:
+            documents: texts, chunks, LangChain's or Haystack's documents, or LlamaIndex's nodes, as a retriever returns
+                them. The text is what the model will read of each: that of a node has its templates and metadata.
+            alone: capture each chunk after a fixed passage, so that no other chunk shapes it.
+            progress: called before the first pass and after each one that captures.
+            skipped: called with a sentence about each document that has chunks too long for the model.
+
+        Raises what `primer` and the methods of the primer raise, and ConfigError for something that is no document.
+        """
+        check_flag("alone", alone)
+        check_callable("progress", progress)
+        check_callable("skipped", skipped, optional=False)
+        texts = by_source(documents)
+        self.readmit(chunk for _, chunks in texts for chunk in chunks)
+        return prime_documents(self._primer(alone), texts, progress=progress, skipped=skipped)
+
+    def estimate_priming(
+        self, documents: Iterable[object], *, alone: bool = False
+    ) -> PrimingEstimate:
+        """Return the number, tokens and size of what `prime` would capture now; nothing is computed.
+
+        Raises what `prime` raises.
+        """
+        check_flag("alone", alone)
+        return estimate_priming(self._primer(alone), by_source(documents))
+
+    def _primer(self, alone: bool) -> DocumentPrimer:
+        return Primer(self, alone=True) if alone else self.primer()
+
+    def remove(self, documents: Iterable[object]) -> Evicted:
+        """Remove the chunk-caches of documents that left a database of yours, and of all chunks captured after them.
+
+        Neither is stored again, by any process, until `prime`, `readmit` or `sync` is given the document. To be called
+        when the database deletes or replaces documents.
+
+        Args:
+            documents: as for `prime`.
+
+        Returns the number of chunk-caches that were removed, and their bytes on disk.
+
+        Raises ConfigError for something that is no document, StoreError or ServerError if the chunk-caches cannot be
+        removed, and ForkError in a fork of the process.
+        """
+        chunk_ids = tuple(dict.fromkeys(chunk.chunk_id for chunk in chunks_of(documents)))
+        if isinstance(self.store, ChunkCacheStore):
+            return self.store.remove_chunks(chunk_ids, namespace=self.namespace)
+        return self.store.remove_chunks(chunk_ids)
+
+    def readmit(self, documents: Iterable[object]) -> None:
+        """Let documents that `remove` or `sync` had removed be stored again: the database holds them again.
+
+        Args:
+            documents: as for `prime`; others than removed ones are ignored.
+
+        Raises what `remove` raises.
+        """
+        chunks = chunks_of(documents)
+        readmit = self.store.readmit_chunks
+        if isinstance(self.store, ChunkCacheStore):
+            readmit = partial(self.store.readmit_chunks, namespace=self.namespace)
+        back = readmit(()).intersection(chunk.chunk_id for chunk in chunks)
+        if back:
+            readmit(tuple(back))
+
+    def sync(self, documents: Iterable[object]) -> Evicted:
+        """Keep the chunk-caches of these documents and of instructions only: all others of this namespace are removed.
+
+        For a database that deleted documents on its own: give it all that the database still holds. Passages of
+        unmarked prompts, whose documents are not known, leave too. A remote keeps what this store never saw.
+
+        Args:
+            documents: as for `prime`; at least one, because a database that cannot be read looks empty.
+
+        Returns the number of chunk-caches that were removed, and their bytes on disk.
+
+        Raises:
+            ConfigError: something is no document, or there are none.
+            UnsupportedCallError: the chunk-caches are a server's.
+            StoreError: the store is closed, or its folder or catalog cannot be read or written.
+            ForkError: this process is a fork of the one that opened the store.
+        """
+        held = {chunk.chunk_id for chunk in chunks_of(documents)}
+        if not held:
+            raise ConfigError(
+                "sync was given no documents, which would remove every chunk-cache; if that is meant, "
+                "call engine.store.evict(down_to_bytes=0)"
+            )
+        self.capabilities.require(Capability.SYNC)
+        assert isinstance(self.store, ChunkCacheStore), (
+            "engines with this capability have a store on this machine"
+        )
+        self._finish_captures()
+        self.store.flush()
+        held.add(self.prompts.stand_in.segment_id)
+        return self.store.sync_chunks(held, namespace=self.namespace)
+
+    def _finish_captures(self) -> None:
+        """Wait until captures of answers that have ended were given to the store."""
+        return
 
     def capture(self, prompt: Prompt, captures: Sequence[int], *, primed: bool) -> None:
         """Compute a prompt without a question, capture these segments (ascending), and wait for the store.

@@ -15,11 +15,13 @@ class Capability(StrEnum):
 
     CAPTURE   `AnswerEngine.capture`
     LOOK_UP   `AnswerEngine.look_up`
+    SYNC      `AnswerEngine.sync`
     TOOLS     questions with tools, or with calls of tools in their history
     """
 
     CAPTURE = "capture"
     LOOK_UP = "look_up"
+    SYNC = "sync"
     TOOLS = "tools"
 
 

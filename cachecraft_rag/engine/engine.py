@@ -396,6 +396,10 @@ class Engine(AnswerEngine):
             self.loop.close()
             self.auditor.results.close()
 
+    def _finish_captures(self) -> None:
+        self._home.require()
+        self.loop.wait_until(lambda: not (self.write_back.pending() or self._answering.noting))
+
     def _captures_pending(self) -> bool:
         """Return whether captures or new variants are still to be stored."""
         return bool(self.write_back.pending() or self._answering.noting or self.new_variants.busy)

@@ -14,11 +14,13 @@ except ImportError as error:
 from cachecraft_rag.langchain.chat_model import ChatCacheCraft, conversation, with_outcomes
 from cachecraft_rag.langchain.generator import CacheCraftGenerator
 from cachecraft_rag.langchain.retriever import ConversationRetriever
+from cachecraft_rag.langchain.synced import SyncedVectorStore
 
 __all__ = [
     "CacheCraftGenerator",
     "ChatCacheCraft",
     "ConversationRetriever",
+    "SyncedVectorStore",
     "conversation",
     "with_outcomes",
 ]

@@ -195,8 +195,7 @@ class ChatCacheCraft(Closeable, BaseChatModel):
         json_schema = answer_schema(schema)
         kept_to = {"kwargs": {"method": method}, "schema": json_schema}
         model = self.bind(json_schema=json_schema, ls_structured_output_format=kept_to, **kwargs)
-        is_model = isinstance(schema, type) and is_basemodel_subclass(schema)
-        parser = PydanticOutputParser(pydantic_object=schema) if is_model else JsonOutputParser()
+        parser = parser_of(schema)
         if not include_raw:
             return model | parser
         parsed = RunnablePassthrough.assign(
@@ -449,6 +448,12 @@ def with_outcomes(documents: Iterable[Document], answer: AIMessage) -> list[Docu
         note(copy, {key: values[key] for key in (OUTCOME_KEY, REASON_KEY)})
         copies.append(copy)
     return copies
+
+
+def parser_of(schema: Any) -> Runnable[Any, Any]:
+    """Return the parser of answers that keep to a schema: a pydantic model's, or one of JSON."""
+    is_model = isinstance(schema, type) and is_basemodel_subclass(schema)
+    return PydanticOutputParser(pydantic_object=schema) if is_model else JsonOutputParser()
 
 
 def _function_tool(tool: Any) -> dict[str, Any]:

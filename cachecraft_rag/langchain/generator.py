@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Self
@@ -23,7 +23,7 @@ from langchain_core.runnables.utils import AddableDict
 from pydantic import ConfigDict, SkipValidation, field_validator
 
 from cachecraft_rag.checks import config_errors
-from cachecraft_rag.engine.base import PathLike
+from cachecraft_rag.engine.base import AnswerEngine, PathLike
 from cachecraft_rag.engine.config import EngineConfig
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.langchain.chat_model import (
@@ -31,10 +31,12 @@ from cachecraft_rag.langchain.chat_model import (
     check_settings,
     documents_of,
     history_of,
+    parser_of,
     with_outcomes,
 )
+from cachecraft_rag.langchain.schemas import answer_schema
 from cachecraft_rag.store.closeable import Closeable
-from cachecraft_rag.types.documents import NOTE_KEYS, SEARCHED_KEY
+from cachecraft_rag.types.documents import NOTE_KEYS, SEARCHED_KEY, Chunk
 
 
 class CacheCraftGenerator(Closeable, RunnableSerializable[dict[str, object], str]):
@@ -106,6 +108,32 @@ class CacheCraftGenerator(Closeable, RunnableSerializable[dict[str, object], str
             generator = cls(llm=opened.enter_context(chat), **own)
             opened.pop_all()
         return generator
+
+    @property
+    def engine(self) -> AnswerEngine:
+        """The engine of the chat model."""
+        model = _unbound(self.llm)
+        assert isinstance(model, ChatCacheCraft)
+        return model.engine
+
+    def chunks(self, documents: Iterable[Document]) -> list[Chunk]:
+        """Return what the model reads of documents: `engine.prime`, `remove` and `sync` know no `document_prompt`."""
+        given = documents_of(documents, "documents")
+        passages = given if self.document_prompt is None else self._formatted(given)
+        return [
+            Chunk(passage.page_content, {"source": str(document.metadata.get("source") or "")})
+            for document, passage in zip(given, passages, strict=True)
+        ]
+
+    def with_structured_output(
+        self, schema: Any, **kwargs: Any
+    ) -> Runnable[dict[str, object], Any]:
+        """Return a chain's last step whose answers keep to a schema; see `ChatCacheCraft.with_structured_output`.
+
+        A step of the same keys: an object of the pydantic model, or the JSON value, in place of the answer's text.
+        """
+        kept_to = self.llm.bind(json_schema=answer_schema(schema), **kwargs)
+        return self.model_copy(update={"llm": kept_to}) | parser_of(schema)
 
     def close(self) -> None:
         """Close the chat model: the engine that `from_pretrained` opened; one that was passed in stays open."""
@@ -250,17 +278,12 @@ class CacheCraftGenerator(Closeable, RunnableSerializable[dict[str, object], str
             raise ConfigError(f"{self.input_key!r} must be the question, a text, not {question!r}")
         history = history_of(input, self.history_key)
         documents = documents_of(input[self.context_key], self.context_key)
-        passages = (
-            documents
-            if self.document_prompt is None
-            else self._formatted(documents, self.document_prompt)
-        )
+        passages = documents if self.document_prompt is None else self._formatted(documents)
         return _Asked([*history, *convert_to_messages([("human", question)])], documents, passages)
 
-    def _formatted(
-        self, documents: list[Document], prompt: BasePromptTemplate[str]
-    ) -> list[Document]:
+    def _formatted(self, documents: list[Document]) -> list[Document]:
         """Return the documents as the prompt formats them: other texts, so without the notes about the old ones."""
+        assert self.document_prompt is not None
         passages = []
         for document in documents:
             metadata = {
@@ -269,7 +292,11 @@ class CacheCraftGenerator(Closeable, RunnableSerializable[dict[str, object], str
                 if key == SEARCHED_KEY or key not in NOTE_KEYS
             }
             passages.append(
-                Document(format_document(document, prompt), id=document.id, metadata=metadata)
+                Document(
+                    format_document(document, self.document_prompt),
+                    id=document.id,
+                    metadata=metadata,
+                )
             )
         return passages
 

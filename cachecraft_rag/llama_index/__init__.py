@@ -21,6 +21,7 @@ except ImportError as error:
 from cachecraft_rag.llama_index.chat_engine import CacheCraftChatEngine
 from cachecraft_rag.llama_index.llm import CacheCraftLLM
 from cachecraft_rag.llama_index.query_engine import CacheCraftQueryEngine
+from cachecraft_rag.llama_index.synced import SyncedVectorStore
 from cachecraft_rag.llama_index.synthesizer import AnswerStatsEvent, CacheCraftSynthesizer
 
 __all__ = [
@@ -29,4 +30,5 @@ __all__ = [
     "CacheCraftLLM",
     "CacheCraftQueryEngine",
     "CacheCraftSynthesizer",
+    "SyncedVectorStore",
 ]

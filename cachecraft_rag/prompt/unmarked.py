@@ -22,7 +22,7 @@ from cachecraft_rag.planning.candidates import Candidate
 from cachecraft_rag.planning.found_text import TokenKinds, find_segments, marks
 from cachecraft_rag.planning.planner import Plan
 from cachecraft_rag.store.catalog.found_texts import MarkedText
-from cachecraft_rag.types.digests import digest, digest_of_tokens
+from cachecraft_rag.types.digests import digest, digest_of_tokens, passage_id
 from cachecraft_rag.types.prompts import Prompt, Segment
 
 # Takes token ids; returns the places of captured texts in them, each with its chunk id.
@@ -123,7 +123,7 @@ def _find(
     """Yield segments that do not overlap: captured texts, longest first, then passages cut by content."""
     captured = sorted(recognise(ids), key=lambda item: (-len(item[0]), item[0].start))
     passages = [
-        (part, _passage_name(digest_of_tokens(ids[part.start : part.stop])))
+        (part, passage_id(digest_of_tokens(ids[part.start : part.stop])))
         for part in find_segments(ids, kinds)
     ]
 
@@ -132,11 +132,6 @@ def _find(
         if not any(is_taken[part.start : part.stop]):
             is_taken[part.start : part.stop] = b"\1" * len(part)
             yield part, name
-
-
-def _passage_name(tokens_digest: str) -> str:
-    """Return the segment id of a passage; the text of a document has its chunk id instead."""
-    return digest("text", tokens_digest)
 
 
 def recognise_captured(
@@ -237,7 +232,7 @@ def candidates_of(
     new_passages = frozenset(
         index
         for index in new
-        if segments[index].segment_id == _passage_name(segments[index].tokens_digest)
+        if segments[index].segment_id == passage_id(segments[index].tokens_digest)
     )
 
     candidates: dict[str, Candidate] = {}

@@ -60,6 +60,18 @@ class Totals:
 
 
 @dataclass(frozen=True, slots=True)
+class OtherTexts:
+    """Ids of texts in a catalog that are none of the given chunks.
+
+    chunks    documents, by their chunk ids
+    passages  passages of unmarked text, private texts, and texts of which only a trace is left
+    """
+
+    chunks: frozenset[str]
+    passages: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
 class Limits:
     """Budget of a catalog: bytes of files, variants in all, and variants of one chunk."""
 

@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, replace
 from functools import partial
@@ -580,12 +580,18 @@ class ChunkCacheStore(Closeable):
         """
         names = RowFilter(namespace=namespace, chunk_ids=tuple(chunk_ids)).chunk_ids or ()
         self._require_folder()
+        return self._removed(names, namespace=namespace, refused=names)
+
+    def _removed(
+        self, names: Sequence[str], *, namespace: str | None, refused: Sequence[str]
+    ) -> Evicted:
+        """Remove what holds these chunks or was shaped by them; refuse from now on those of `refused`."""
         if not names:
             return Evicted(0, 0)
         for callback in self.before_removal:
             callback(names)
         try:
-            rows = self._durable.remove_chunks(names, namespace=namespace)
+            rows = self._durable.remove_chunks(names, namespace=namespace, refused=refused)
         finally:
             self._finish_interrupted()
         self._remove_from_remote(row.variant for row in rows if isinstance(row, Listed))
@@ -609,6 +615,32 @@ class ChunkCacheStore(Closeable):
         if names:
             removals.readmit(names, namespace)
         return removals.noted(namespace)
+
+    def sync_chunks(self, chunk_ids: Collection[str], *, namespace: str | None = None) -> Evicted:
+        """Remove every chunk-cache that holds another text than these chunks, or was shaped by one.
+
+        Those of instructions stay. Chunks that leave are refused from then on, as after `remove_chunks`; these ones are
+        stored again. Captures under way are not waited for: those of other chunks leave with the next call.
+
+        Args:
+            chunk_ids: ids of the chunks that stay.
+            namespace: the tenant; None: all.
+
+        Returns:
+            The number of the variants that were removed from the folder, and their bytes on disk.
+
+        Raises what `remove_chunks` and `readmit_chunks` raise.
+        """
+        held = frozenset(RowFilter(namespace=namespace, chunk_ids=tuple(chunk_ids)).chunk_ids or ())
+        self._require_folder()
+        others = self._durable.catalog.others(held, namespace=namespace)
+        removed = self._removed(
+            (*others.chunks, *others.passages), namespace=namespace, refused=tuple(others.chunks)
+        )
+        back = tuple(held & self.readmit_chunks((), namespace=namespace))
+        if back:
+            self.readmit_chunks(back, namespace=namespace)
+        return removed
 
     def check(
         self, *, repair: bool = False, progress: Callable[[Progress], None] | None = None

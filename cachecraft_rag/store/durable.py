@@ -278,9 +278,9 @@ class DurableVariants:
         return Evicted(len(gone), sum(file.file_bytes for file in gone))
 
     def remove_chunks(
-        self, chunk_ids: Sequence[str], *, namespace: str | None
+        self, chunk_ids: Sequence[str], *, namespace: str | None, refused: Sequence[str]
     ) -> list[Listed | DamagedRow]:
-        """Remove all variants of these chunks, and those captured after one of them; refuse to store others.
+        """Remove all variants of these chunks, and those captured after one of them; refuse those of `refused`.
 
         The refusal is noted first: no process stores such a variant after the rows were read here. The folder of an
         older version's chunk-caches, where no catalog says what shaped them, is deleted, and the texts of audits are.
@@ -288,10 +288,10 @@ class DurableVariants:
         """
         found: list[Listed | DamagedRow] = []
         try:
-            self.catalog.removals.note(chunk_ids, namespace)
+            self.catalog.removals.note(refused, namespace)
         except DiskFullError:
             found = self._remove_shaped(chunk_ids, namespace)
-            self.catalog.removals.note(chunk_ids, namespace)
+            self.catalog.removals.note(refused, namespace)
         found += self._remove_shaped(chunk_ids, namespace)
         self.catalog.compact()  # evicted rows have left bytes there too
         root = self.catalog.path.parent

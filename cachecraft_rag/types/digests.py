@@ -22,6 +22,11 @@ def digest(*parts: str) -> str:
     return hashlib.blake2b(whole, digest_size=16).hexdigest()
 
 
+def passage_id(tokens_digest: str) -> str:
+    """Return the segment id of a passage of unmarked text; the text of a document has its chunk id instead."""
+    return digest("text", tokens_digest)
+
+
 def digest_of_tokens(token_ids: Sequence[int] | NDArray[np.integer]) -> str:
     """Return the 128-bit blake2b of token ids in their order, as 32 hex digits; an empty sequence has a digest too."""
     packed = np.asarray(token_ids, dtype="<i8").tobytes()

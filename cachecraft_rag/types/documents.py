@@ -17,6 +17,9 @@ OUTCOME_KEY = "cachecraft_outcome"  # `ChunkStats.outcome` of the answer that us
 REASON_KEY = "cachecraft_reason"  # `ChunkStats.reason`
 SEARCHED_KEY = "cachecraft_searched"  # what a follow-up was searched for, a JSON list
 NOTE_KEYS = frozenset({CHUNK_ID_KEY, OUTCOME_KEY, REASON_KEY, SEARCHED_KEY})
+# Of LlamaIndex's nodes. Of no use to the model, and part of the text by default: a folder that is moved would lose all
+# its chunk-caches.
+PATH_KEYS = frozenset({"file_path"})
 
 
 def noted_chunk_id(metadata: Mapping[str, object]) -> str:

@@ -26,6 +26,7 @@ CALLS: dict[Capability, tuple[Callable[[HTTPEngine], Any], str]] = {
         lambda engine: engine.look_up(engine.prompts.build("x", []).segments),
         "missing",
     ),
+    Capability.SYNC: (lambda engine: engine.sync(["A text."]), "cachecraft store sync"),
     Capability.TOOLS: (lambda engine: engine.stream("How?", [], tools=[TOOL]), "in this process"),
 }
 

@@ -315,3 +315,12 @@ def test_a_generator_takes_a_model_with_settings_and_says_which_it_cannot_take(
     for other in others:
         with pytest.raises(ConfigError, match=r"chat\.bind"):
             CacheCraftGenerator(llm=other)
+
+
+def test_a_chain_ends_with_structured_output(chat: ChatCacheCraft) -> None:
+    generator = CacheCraftGenerator(llm=chat.bind(max_tokens=64), input_key="question")
+    given = {"question": "How much?", "context": DOCUMENTS}
+    answer = generator.with_structured_output(Answer).invoke(given)
+    assert isinstance(answer, Answer)
+    assert isinstance(generator.with_structured_output(Typed).invoke(given)["sure"], bool)
+    assert isinstance(generator.invoke(given), str)  # it stays as it is

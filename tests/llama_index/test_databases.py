@@ -7,11 +7,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from llama_index.core.schema import NodeRelationship, NodeWithScore, RelatedNodeInfo, TextNode
+from llama_index.core.embeddings import MockEmbedding
+from llama_index.core.ingestion import IngestionPipeline
+from llama_index.core.ingestion.pipeline import DocstoreStrategy
+from llama_index.core.node_parser import SentenceSplitter
+from llama_index.core.schema import (
+    Document,
+    NodeRelationship,
+    NodeWithScore,
+    RelatedNodeInfo,
+    TextNode,
+)
+from llama_index.core.storage.docstore import SimpleDocumentStore
+from llama_index.core.vector_stores import SimpleVectorStore
 from llama_index.core.vector_stores.types import VectorStoreQuery
 
 from cachecraft_rag import Engine
-from cachecraft_rag.llama_index import CacheCraftSynthesizer
+from cachecraft_rag.engine.documents import chunks_of
+from cachecraft_rag.errors import ConfigError
+from cachecraft_rag.llama_index import CacheCraftSynthesizer, SyncedVectorStore
 from cachecraft_rag.retrievers.llama_index import CacheCraftVectorStore
 from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.types.documents import CHUNK_ID_KEY, OUTCOME_KEY, chunk_id_of
@@ -95,3 +109,77 @@ def test_source_nodes_can_be_written_back(
             assert isinstance(node.metadata[OUTCOME_KEY], str)
         else:
             assert known == {"page": 3}
+
+
+def shaped(engine: Engine, node: TextNode) -> int:
+    """How many stored variants hold a node's text, or were captured after it."""
+    assert engine.settle(60)
+    chunk_ids = {chunk.chunk_id for chunk in chunks_of([node])}
+    return sum(row.variant.key.holds(chunk_ids) for row in engine.store.rows(limit=1000))
+
+
+@pytest.mark.filterwarnings("ignore:Payload indexes have no effect:UserWarning")  # Qdrant's
+@pytest.mark.parametrize("database", [chroma, qdrant, pgvector, ours])
+def test_prime_delete_and_sync(
+    engine: Engine, tmp_path: Path, database: Callable[[Path], Any]
+) -> None:
+    store = database(tmp_path / "database")
+    nodes = kettles()
+    nodes[1].relationships[NodeRelationship.SOURCE] = RelatedNodeInfo(node_id="scale.txt")
+    for node in nodes:
+        node.metadata["file_path"] = "/home/me/kettle.txt"
+    synced = SyncedVectorStore(store, engine)
+    synced.add(nodes)
+
+    engine.prime(store.get_nodes(IDS))
+    found = nearest(store)
+    answer = CacheCraftSynthesizer(engine).synthesize("How much?", found)
+    outcomes = {scored.node.metadata[OUTCOME_KEY] for scored in answer.source_nodes}
+    assert outcomes <= {"exact", "reused"}
+    assert [shaped(engine, node) > 0 for node in nodes] == [True, True]
+
+    synced.delete("kettle.txt")
+    assert shaped(engine, nodes[0]) == 0
+    assert [scored.node.node_id for scored in nearest(synced)] == IDS[1:2]
+
+    engine.prime(store.get_nodes(IDS))
+    assert shaped(engine, nodes[1]) > 0
+    synced.delete_nodes(IDS[1:2])
+    assert shaped(engine, nodes[1]) == 0
+    synced.add(nodes)
+    engine.prime(store.get_nodes(IDS), alone=True)
+    store.delete("kettle.txt")  # by a program that knows nothing of the engine
+    engine.sync(store.get_nodes(IDS))
+    assert [shaped(engine, node) > 0 for node in nodes] == [False, True]
+
+
+def test_an_updated_or_missing_document_of_a_pipeline_loses_its_chunk_caches(
+    engine: Engine, tmp_path: Path
+) -> None:
+    store = ours(tmp_path / "database")
+    pipeline = IngestionPipeline(
+        transformations=[SentenceSplitter(chunk_size=64, chunk_overlap=0), MockEmbedding(2)],
+        docstore=SimpleDocumentStore(),
+        vector_store=SyncedVectorStore(store, engine),
+        docstore_strategy=DocstoreStrategy.UPSERTS_AND_DELETE,
+    )
+    old, other = (Document(id_=f"{number}.txt", text=TEXTS[number]) for number in range(2))
+    pipeline.run(documents=[old, other])
+    engine.prime(store.get_nodes(), alone=True)
+    new = Document(id_="0.txt", text="The Wren K2 holds 2 litres.")
+    pipeline.run(documents=[new, other])
+    assert shaped(engine, old) == 0
+    assert shaped(engine, other) > 0
+    assert engine.prime(store.get_nodes(), alone=True) == 1
+    pipeline.run(documents=[new])
+    assert [shaped(engine, document) > 0 for document in (other, new)] == [False, True]
+
+
+def test_a_store_that_does_not_return_its_nodes_is_refused_with_what_to_call(
+    engine: Engine,
+) -> None:
+    synced = SyncedVectorStore(SimpleVectorStore(), engine)
+    with pytest.raises(ConfigError, match="call engine"):
+        synced.delete("kettle.txt")
+    with pytest.raises(ConfigError, match="evict"):
+        synced.clear()

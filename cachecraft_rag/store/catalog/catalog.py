@@ -43,6 +43,7 @@ from cachecraft_rag.store.catalog_records import (
     FileRef,
     Limits,
     Listed,
+    OtherTexts,
     RowFilter,
     Totals,
 )
@@ -58,6 +59,7 @@ from cachecraft_rag.store.eviction import (
 )
 from cachecraft_rag.store.row_checks import row_error, scores_are_wrong
 from cachecraft_rag.types.captures import TokenScores
+from cachecraft_rag.types.digests import passage_id
 from cachecraft_rag.types.store_reasons import EvictionReason
 from cachecraft_rag.types.variants import Payload, Variant
 
@@ -310,6 +312,31 @@ class Catalog:
             _listed(namespace, fingerprint, CatalogRow(*columns))
             for namespace, fingerprint, *columns, _, _ in self._fetched(asked, (json.dumps(names),))
         ]
+
+    def others(self, chunk_ids: Collection[str], *, namespace: str | None) -> OtherTexts:
+        """Return the ids of all texts that variants hold or were shaped by, but for these chunks and instructions.
+
+        An instruction is the first segment of an origin prefix. `namespace` None means all namespaces. It reads every
+        row. Raises StoreError if the catalog cannot be read.
+        """
+        query = f"""SELECT v.chunk_id, v.origin_prefix, v.tokens_digest, v.session, sh.chunk_ids
+            FROM {_SCOPED} LEFT JOIN shaping AS sh USING (variant_id) WHERE {_IN_NAMESPACE}"""
+        instructions = {removals.ANY}
+        chunks: set[str] = set()
+        passages: set[str] = set()
+        with self._db.reading() as connection:
+            for chunk_id, prefix, tokens_digest, session, shaping in connection.execute(
+                query, (namespace,) * 2
+            ):
+                before = removals.readable_ids(prefix)
+                instructions.update(before[:1] or (chunk_id,))
+                is_passage = chunk_id == passage_id(str(tokens_digest))
+                (passages if is_passage else chunks).add(chunk_id)
+                (chunks if session is None else passages).update(before[1:])
+                # among them may be another instruction
+                passages.update(removals.readable_ids(shaping))
+        known = instructions.union(chunk_ids)
+        return OtherTexts(frozenset(chunks - known), frozenset(passages - chunks - known))
 
     def scopes(self, namespace: str | None) -> list[tuple[str, str]]:
         """Return the pairs of namespace and fingerprint that were ever stored; None: of all namespaces."""

@@ -1,0 +1,135 @@
+"""Haystack's components over an engine: documents and a question in, an answer out; and priming."""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+from haystack import Document, component, default_from_dict, default_to_dict
+
+from cachecraft_rag.checks import check_kind, check_names
+from cachecraft_rag.engine.base import AnswerEngine
+from cachecraft_rag.engine.documents import chunks_of
+from cachecraft_rag.engine.engine import Engine
+from cachecraft_rag.errors import ConfigError
+from cachecraft_rag.serving.sampling import SamplingOptions, sampling_from
+
+
+class _OverEngine:
+    """A component's engine, which `warm_up` opens from settings that a pipeline's file holds.
+
+    Args:
+        model: Hugging Face name or folder, or "demo".
+        store: folder of the chunk-caches.
+        engine_options: options of `EngineConfig` by name, such as {"system": "Be brief."}.
+        engine: an open engine instead, which several components may share; the caller closes it. Such a component
+            cannot be written to a file.
+    """
+
+    def __init__(
+        self,
+        model: str = "demo",
+        *,
+        store: str = "chunk-caches",
+        engine_options: dict[str, Any] | None = None,
+        engine: AnswerEngine | None = None,
+    ) -> None:
+        check_kind("engine", engine, AnswerEngine, optional=True)
+        self._settings = {"model": model, "store": store, "engine_options": engine_options}
+        self._shared = engine
+        self._opened: Engine | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def engine(self) -> AnswerEngine:
+        """The engine; it is opened by the first use."""
+        if self._shared is not None:
+            return self._shared
+        if self._opened is None:
+            model, store, options = self._settings.values()
+            self._opened = Engine.from_pretrained(model, store=store, **(options or {}))
+        return self._opened
+
+    def warm_up(self) -> None:
+        """Load the model and open the store, once."""
+        assert self.engine is not None
+
+    def close(self) -> None:
+        """Close the engine that this component opened; a second call does nothing."""
+        if self._opened is not None:
+            self._opened.close()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the settings. Raises ConfigError for a component with an engine that was passed in."""
+        if self._shared is not None:
+            raise ConfigError(
+                "a component over an open engine cannot be written: give it model and store instead of engine"
+            )
+        return default_to_dict(self, **self._settings)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Self:
+        """Return the component of a `to_dict`."""
+        made: Self = default_from_dict(cls, data)
+        return made
+
+
+@component
+class CacheCraftGenerator(_OverEngine):
+    """Answers a question from documents, best first, whose chunk-caches are reused.
+
+    Args:
+        model, store, engine_options, engine: as of `CacheCraftPrimer`.
+        generation_kwargs: fields of `SamplingParams` by name, such as {"max_tokens": 64, "temperature": 0.7}.
+    """
+
+    def __init__(
+        self,
+        model: str = "demo",
+        *,
+        store: str = "chunk-caches",
+        engine_options: dict[str, Any] | None = None,
+        engine: AnswerEngine | None = None,
+        generation_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        # Haystack makes another class of this one, which `super()` does not know
+        _OverEngine.__init__(self, model, store=store, engine_options=engine_options, engine=engine)
+        self._sampling = dict(generation_kwargs or {})
+        # before a model is loaded
+        check_names(self._sampling, SamplingOptions.__annotations__, what="generation_kwarg")
+        sampling_from(self._sampling)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the settings. Raises ConfigError for a component with an engine that was passed in."""
+        data = _OverEngine.to_dict(self)
+        data["init_parameters"]["generation_kwargs"] = self._sampling
+        return data
+
+    @component.output_types(replies=list[str], meta=list[dict[str, Any]])
+    def run(self, question: str, documents: list[Document]) -> dict[str, Any]:
+        """Return the answer as the one of `replies`, and its statistics, `RequestStats.as_dict()`, in `meta`."""
+        answer = self.engine.stream(question, chunks_of(documents), **sampling_from(self._sampling))
+        text = "".join(answer)
+        return {"replies": [text], "meta": [answer.stats.as_dict()]}
+
+
+@component
+class CacheCraftPrimer(_OverEngine):
+    """Captures documents before the first question, and passes them on; the place for it is before a DocumentWriter.
+
+    Args:
+        model: Hugging Face name or folder, or "demo".
+        store: folder of the chunk-caches.
+        engine_options: options of `EngineConfig` by name, such as {"system": "Be brief."}; those of the generator.
+        engine: an open engine instead, which several components may share; the caller closes it. Such a component
+            cannot be written to a file.
+    """
+
+    @component.output_types(documents=list[Document], captured=int)
+    def run(self, documents: list[Document]) -> dict[str, Any]:
+        """Return the documents, and the number of chunk-caches that were captured."""
+        return {"documents": documents, "captured": self.engine.prime(documents)}

@@ -1,0 +1,109 @@
+"""A vector store of LangChain's whose deletes and updates are those of chunk-caches too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Self
+
+from langchain_core.documents import Document
+from langchain_core.embeddings import Embeddings
+from langchain_core.vectorstores import VectorStore
+
+from cachecraft_rag.checks import check_kind
+from cachecraft_rag.engine.base import AnswerEngine
+from cachecraft_rag.engine.documents import HeldTexts, chunks_of
+from cachecraft_rag.errors import ConfigError
+from cachecraft_rag.types.documents import Chunk
+
+
+class SyncedVectorStore(VectorStore):
+    """Writes to any vector store, and removes the chunk-caches of the documents that a write deletes or replaces.
+
+        index(documents, record_manager, SyncedVectorStore(vector_store, engine), cleanup="full", …)
+
+    Chunk-caches leave before the documents do, so after an error repeat the write. A text that another document added
+    by this object has stays. Retrievers may go on to read `vector_store`.
+
+    Args:
+        vector_store: any that returns documents by their ids (`get_by_ids`).
+        engine: its chunk-caches are removed.
+        chunks: reads documents as the model does; the `chunks` of a generator that has a `document_prompt`.
+
+    Raises ConfigError for a vector store without `get_by_ids`, for arguments of another kind, and by `delete` without
+    ids. A write raises what `engine.remove` raises, and what the vector store does.
+    """
+
+    def __init__(
+        self,
+        vector_store: VectorStore,
+        engine: AnswerEngine,
+        *,
+        chunks: Callable[[Iterable[Any]], list[Chunk]] = chunks_of,
+    ) -> None:
+        check_kind("vector_store", vector_store, VectorStore)
+        check_kind("engine", engine, AnswerEngine, advice="pass generator.engine or chat.engine")
+        if type(vector_store).get_by_ids is VectorStore.get_by_ids:
+            raise ConfigError(
+                f"{type(vector_store).__name__} does not return documents by their ids, so the texts that it deletes "
+                "are not known; call engine.remove(documents) yourself, or engine.sync(all_documents) now and then"
+            )
+        self._inner = vector_store
+        self._held = HeldTexts(engine, chunks)
+
+    @classmethod
+    def from_texts(cls, *_arguments: Any, **_settings: Any) -> Self:
+        """Raise ConfigError: make the vector store first."""
+        raise ConfigError(
+            "make the vector store first, then SyncedVectorStore(vector_store, engine)"
+        )
+
+    @property
+    def embeddings(self) -> Embeddings | None:
+        """The embeddings of the vector store."""
+        return self._inner.embeddings
+
+    def add_texts(
+        self,
+        texts: Iterable[str],
+        metadatas: list[dict[str, Any]] | None = None,
+        *,
+        ids: list[str] | None = None,
+        **kwargs: Any,
+    ) -> list[str]:
+        """Add texts, and return their ids."""
+        given = list(texts)
+        documents = [
+            Document(text, metadata=metadata)
+            for text, metadata in zip(given, metadatas or [{} for _ in given], strict=True)
+        ]
+        return self.add_documents(documents, ids=ids, **kwargs)
+
+    def add_documents(self, documents: list[Document], **kwargs: Any) -> list[str]:
+        """Add or replace documents, and return their ids; the chunk-caches of replaced texts are removed."""
+        ids = kwargs.pop("ids", None) or [document.id for document in documents]
+        known = [name for name in ids if name]
+        replaced = self._inner.get_by_ids(known) if known else []
+        self._held.remove(known, replaced, replaced_by=documents)
+        if len(known) == len(documents):
+            kwargs["ids"] = known
+        added = self._inner.add_documents(documents, **kwargs)
+        self._held.add(added, documents)
+        return added
+
+    def delete(self, ids: list[str] | None = None, **kwargs: Any) -> bool | None:
+        """Delete documents by their ids, and return what the vector store returns; their chunk-caches leave first."""
+        if ids is None:
+            raise ConfigError(
+                "delete needs the ids of documents; if all are to leave, delete them in the vector store and call "
+                "engine.store.evict(down_to_bytes=0)"
+            )
+        self._held.remove(ids, self._inner.get_by_ids(ids))
+        return self._inner.delete(ids, **kwargs)
+
+    def get_by_ids(self, ids: Sequence[str], /) -> list[Document]:
+        """Return the documents with these ids that there are."""
+        return self._inner.get_by_ids(ids)
+
+    def similarity_search(self, query: str, k: int = 4, **kwargs: Any) -> list[Document]:
+        """Return the documents that the vector store finds; for more of its searches, ask it."""
+        return self._inner.similarity_search(query, k, **kwargs)

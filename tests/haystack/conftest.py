@@ -1,0 +1,5 @@
+"""Haystack sends no statistics from tests, and writes no file into the home of whoever runs them."""
+
+import os
+
+os.environ["HAYSTACK_TELEMETRY_ENABLED"] = "False"
