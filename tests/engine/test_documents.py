@@ -16,7 +16,7 @@ from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.llama_index.sources import Sources
 from cachecraft_rag.model.decoder import Decoder
-from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.planning.config import ReuseConfig, ReuseMethod
 from cachecraft_rag.serving.generation import Generation
 from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store import ChunkCacheStore
@@ -42,7 +42,10 @@ def opened(decoder: Decoder, tmp_path: Path) -> Iterator[Open]:
 
         def open_engine(**settings: Any) -> Engine:
             store = stack.enter_context(ChunkCacheStore.open(tmp_path / "caches"))
-            given = {"config": ReuseConfig(loading="layerwise"), "new_variants": "off"} | settings
+            given = {
+                "config": ReuseConfig(method=ReuseMethod(loading="layerwise")),
+                "new_variants": "off",
+            } | settings
             return stack.enter_context(Engine(decoder, store, **given))
 
         yield open_engine

@@ -15,7 +15,7 @@ from haystack.document_stores.in_memory import InMemoryDocumentStore
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.haystack import CacheCraftGenerator, CacheCraftPrimer
-from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.planning.config import ReuseConfig, ReuseMethod
 from cachecraft_rag.store import ChunkCacheStore
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ DOCUMENTS = [Document(content=text, meta={"source_id": "kettle"}) for text in TE
 
 @pytest.fixture
 def engine(tiny_decoder: Callable[..., Decoder], store: ChunkCacheStore) -> Iterator[Engine]:
-    config = ReuseConfig(loading="layerwise")
+    config = ReuseConfig(method=ReuseMethod(loading="layerwise"))
     with Engine(tiny_decoder("Llama"), store, config=config, new_variants="off") as opened:
         yield opened
 
