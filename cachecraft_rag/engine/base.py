@@ -338,9 +338,7 @@ class AnswerEngine(ABC):
                 them. The text is what the model will read of each: that of a node has its templates and metadata.
             alone: capture each chunk after a fixed passage, so that no other chunk shapes it.
             progress: called before the first pass and after each one that captures.
-            skipped: called with a sentence about each document that has chunks too long for the model.
-
-        Raises what `primer` and the methods of the primer raise, and ConfigError for something that is no document.
+            skipped: called with a sentence about each document with chunks that no pass has room for.
         """
         check_flag("alone", alone)
         check_callable("progress", progress)
@@ -352,10 +350,7 @@ class AnswerEngine(ABC):
     def estimate_priming(
         self, documents: Iterable[object], *, alone: bool = False
     ) -> PrimingEstimate:
-        """Return the number, tokens and size of what `prime` would capture now; nothing is computed.
-
-        Raises what `prime` raises.
-        """
+        """Return the number, tokens and size of what `prime` would capture now; nothing is computed."""
         check_flag("alone", alone)
         return estimate_priming(self._primer(alone), by_source(documents))
 
@@ -366,15 +361,8 @@ class AnswerEngine(ABC):
         """Remove the chunk-caches of documents that left a database of yours, and of all chunks captured after them.
 
         Neither is stored again, by any process, until `prime`, `readmit` or `sync` is given the document. To be called
-        when the database deletes or replaces documents.
-
-        Args:
-            documents: as for `prime`.
-
-        Returns the number of chunk-caches that were removed, and their bytes on disk.
-
-        Raises ConfigError for something that is no document, StoreError or ServerError if the chunk-caches cannot be
-        removed, and ForkError in a fork of the process.
+        when the database deletes or replaces documents. Returns the number of chunk-caches removed, and their bytes on
+        disk.
         """
         chunk_ids = tuple(dict.fromkeys(chunk.chunk_id for chunk in chunks_of(documents)))
         if isinstance(self.store, ChunkCacheStore):
@@ -382,13 +370,7 @@ class AnswerEngine(ABC):
         return self.store.remove_chunks(chunk_ids)
 
     def readmit(self, documents: Iterable[object]) -> None:
-        """Let documents that `remove` or `sync` had removed be stored again: the database holds them again.
-
-        Args:
-            documents: as for `prime`; others than removed ones are ignored.
-
-        Raises what `remove` raises.
-        """
+        """Let documents that `remove` or `sync` had removed be stored again: the database holds them again."""
         chunks = chunks_of(documents)
         readmit = self.store.readmit_chunks
         if isinstance(self.store, ChunkCacheStore):
@@ -400,19 +382,10 @@ class AnswerEngine(ABC):
     def sync(self, documents: Iterable[object]) -> Evicted:
         """Keep the chunk-caches of these documents and of instructions only: all others of this namespace are removed.
 
-        For a database that deleted documents on its own: give it all that the database still holds. Passages of
-        unmarked prompts, whose documents are not known, leave too. A remote keeps what this store never saw.
-
-        Args:
-            documents: as for `prime`; at least one, because a database that cannot be read looks empty.
-
-        Returns the number of chunk-caches that were removed, and their bytes on disk.
-
-        Raises:
-            ConfigError: something is no document, or there are none.
-            UnsupportedCallError: the chunk-caches are a server's.
-            StoreError: the store is closed, or its folder or catalog cannot be read or written.
-            ForkError: this process is a fork of the one that opened the store.
+        For a database that deleted documents on its own: give it all that the database still holds, as for `prime`.
+        Passages of unmarked prompts, whose documents are not known, leave too. A remote keeps what this store never
+        saw. Returns as `remove`. Raises ConfigError without documents, because a database that cannot be read looks
+        empty; UnsupportedCallError if the chunk-caches are a server's.
         """
         held = {chunk.chunk_id for chunk in chunks_of(documents)}
         if not held:
