@@ -96,6 +96,17 @@ assert chain.invoke({'input': 'When?'})['answer'] and chat.engine.store.stats().
     "docs/guides/any_application.md": """
 assert answer.metadata["cachecraft"]["tokens_reused"] > 200 and stream.stats.tokens_reused > 0
 """,
+    "docs/guides/databases.md": """
+outcomes = {document.metadata["cachecraft_outcome"] for document in second["context"]}
+assert outcomes & {"exact", "reused"}
+assert captured > 0 and removed.variants > 0 and engine.estimate_priming(all_documents()).captures == 0
+assert chain.invoke("How often is part 3 cleaned?")["answer"] is not None
+held = {document.page_content for document in all_documents()}
+assert held == {"Part 0 is never cleaned.", *texts[3:]}
+""",
+    "docs/guides/any_framework.md": """
+assert {chunk["outcome"] for chunk in reply.stats["chunks"]} <= {"exact", "reused"} and generator.to_dict()["store"]
+""",
     "docs/guides/production.md": """
 assert all(answer.sources for answer in answers)
 assert logging.getLogger("cachecraft_rag").isEnabledFor(logging.INFO)

@@ -87,7 +87,7 @@ def test_a_pipeline_is_written_to_a_file_and_read_again(model_folder: Path, tmp_
     with read:
         (reply,) = read.run("How often?", DOCUMENTS)["replies"]
         assert isinstance(reply, str)
-        assert read.engine.prompts.system.token_ids
+        assert len(read.engine.prompts.system.token_ids) > 0
     read.close()
 
 
