@@ -104,22 +104,11 @@ class ReuseConfig:
 
     @classmethod
     def paper(cls, **changes: object) -> Self:
-        """Return the settings of Cache-Craft and Cake as published, as far as they concern single requests.
+        """Return the settings of Cache-Craft and Cake as published, but for these changes.
 
-        The variant with the lowest CFO is reused. Each chunk recomputes the fraction CFO of its tokens (eq. 12, with
-        α = 1, as in the ablation of Fig. 26), those with the highest scores of eq. 14, until Algorithm 1 stops it. Its
-        other tokens stay as they were stored. Chunk-caches load from the end of the prompt while its front is computed
-        (Cake). `alpha=None` takes the α that `cachecraft calibrate --preset paper` found, as eq. 13 asks for.
-
-        `EngineConfig.paper()` also sets what concerns the whole engine: eviction, new variants, the order of chunks.
-        docs/results/papers.md compares both with the papers line by line.
-
-        Args:
-            changes: settings with other values than published.
-
-        Raises:
-            ConfigError: a value is unknown, out of range or of a wrong type.
-            TypeError: there is no setting with this name.
+        Of single requests; `EngineConfig.paper()` also sets what concerns the whole engine. α is 1, as in the ablation
+        of Fig. 26; `alpha=None` takes the one that `cachecraft calibrate --preset paper` found (eq. 13).
+        docs/results/papers.md compares line by line.
 
         >>> config = ReuseConfig.paper(alpha=2.0)
         >>> config.selector, config.drift, config.early_termination, config.loading, config.alpha
@@ -142,8 +131,7 @@ class ReuseConfig:
     def full_prefill(cls) -> Self:
         """Return settings that reuse nothing and capture nothing: the baseline to compare reuse with.
 
-        Do not use `ReuseConfig(reuse=False)` as a baseline. It captures the chunks of the prompt, and later requests
-        with reuse then reuse them exactly.
+        `ReuseConfig(reuse=False)` is none: it captures chunks, which later requests reuse exactly.
 
         >>> config = ReuseConfig.full_prefill()
         >>> config.reuse, config.capture
@@ -153,18 +141,10 @@ class ReuseConfig:
 
     @classmethod
     def deterministic(cls, **changes: object) -> Self:
-        """Return settings with which a request changes no stored chunk-cache and makes no decision by time.
+        """Return settings with which a request changes no chunk-cache and decides nothing by time.
 
-        Nothing is captured, and every stored chunk-cache is loaded, also where computing would be faster and in prompts
-        of any length. With `EngineConfig(new_variants="off")`, one request at a time and greedy sampling, the same
-        question over the same primed store gives the same answer each time.
-
-        Args:
-            changes: settings with other values. They may also undo the three above.
-
-        Raises:
-            ConfigError: a value is unknown, out of range or of a wrong type.
-            TypeError: there is no setting with this name.
+        With `EngineConfig(new_variants="off")`, one request at a time and greedy sampling, the same question over the
+        same primed store gives the same answer each time.
 
         >>> config = ReuseConfig.deterministic(recompute_ratio=0.3)
         >>> config.capture, config.loading, config.recompute_ratio
@@ -178,7 +158,7 @@ class ReuseConfig:
         return cls(**fixed | changes)
 
     def __post_init__(self) -> None:
-        """Check every field. Raises ConfigError for a value that is invalid."""
+        """Check every field."""
         check_flag("reuse", self.reuse)
         check_flag("capture", self.capture)
         check_choice("scope", self.scope, get_args(Scope))
@@ -205,9 +185,7 @@ class ReuseConfig:
 
     @property
     def fixed_ratio(self) -> float | None:
-        """Fraction of the tokens to recompute that is the same for each chunk in a new context; None: CFO decides.
-
-        CFO also decides in the baselines, `scoring="published"` and the scope "set", unless `recompute_ratio` is set.
+        """Fraction of the tokens to recompute of each chunk in a new context; None: CFO decides.
 
         >>> ReuseConfig().fixed_ratio, ReuseConfig(alpha=0.5).fixed_ratio, ReuseConfig.paper().fixed_ratio
         (0.2, None, None)
@@ -218,15 +196,9 @@ class ReuseConfig:
         return DEFAULT_RATIO
 
     def for_prompt(self, tokens: int, *, measured: int = 0) -> Self:
-        """Return the settings for a prompt of this length.
+        """Return these settings, or for a prompt too short to reuse anything, a copy that switches it all off.
 
-        They are these settings themselves, or for a prompt that is too short to reuse anything, a copy that reuses and
-        captures nothing and has the least length as its `min_prompt_tokens`. With `reuse=False` they are always these
-        settings themselves.
-
-        Args:
-            tokens: length of the prompt in tokens. It is too short if it is below the least length.
-            measured: least length in place of a `min_prompt_tokens` of None.
+        `measured` is the least length in place of a `min_prompt_tokens` of None.
 
         >>> ReuseConfig(min_prompt_tokens=1000).for_prompt(800).reuse
         False
@@ -237,9 +209,5 @@ class ReuseConfig:
         return replace(self, reuse=False, capture=False, min_prompt_tokens=least)
 
     def is_too_short(self, tokens: int) -> bool:
-        """Return True if `for_prompt` has switched reuse off for a prompt of this length, in tokens.
-
-        Also True for settings that were made with `reuse=False` and a `min_prompt_tokens` above this length. False for
-        all settings with `reuse=True`, and for a `min_prompt_tokens` of None.
-        """
+        """Return True if `for_prompt` has switched reuse off for a prompt of this length, in tokens."""
         return not self.reuse and tokens < (self.min_prompt_tokens or 0)
