@@ -757,7 +757,7 @@ def main(
             token
             for one in dataset.documents
             for chunk in one
-            for token in builder.chunk_segment(chunk).token_ids
+            for token in builder.chunk_segment(chunk).token_ids.tolist()
         ]
         long = kept.get(
             f"pieces {pieces} {piece_tokens}",

@@ -64,8 +64,7 @@ class Calibration:
     def fits(self, config: ReuseConfig) -> bool:
         """Return True if α was calibrated with the same way of choosing tokens as these settings have.
 
-        The settings of a calibration are compared; the window only with Algorithm 1. Other settings, such as
-        `config.method.alpha`, are ignored, but a scope other than "anywhere" lowers quality and fits no calibration.
+        A scope other than "anywhere" lowers quality and fits no calibration.
         """
         mine = _settings(self, self.nearest_share)
         theirs = _settings(config.method, config.nearest_share)
@@ -99,19 +98,10 @@ def _settings(method: Calibration | ReuseMethod, nearest_share: float) -> tuple[
 
 
 def save_calibration(store: Path, fingerprint: str, calibration: Calibration) -> None:
-    """Save the calibration of a model in place of an earlier one; calibrations of other models stay.
+    """Save the calibration of a model below a store's folder, in place of an earlier one; those of other models stay.
 
-    Writes `calibration.json` in the folder, and creates the folder if it is missing. A file that cannot be read or
-    parsed is logged as a warning and replaced; JSON that is not an object is replaced without a warning. Of two
-    processes that save at the same time, one may lose its result.
-
-    Args:
-        store: the folder that a user names as the store.
-        fingerprint: fingerprint of the model.
-        calibration: the result to save.
-
-    Raises:
-        StoreError: the folder cannot be created, or the file cannot be written.
+    A file that cannot be read is logged and replaced. Of two processes that save at once, one may lose its result.
+    Raises StoreError if the file cannot be written.
     """
     path = store / CALIBRATION_FILE
     content = json.dumps(_known(path) | {fingerprint: asdict(calibration)}, indent=1)
@@ -124,18 +114,7 @@ def save_calibration(store: Path, fingerprint: str, calibration: Calibration) ->
 
 
 def load_calibration(store: Path, fingerprint: str) -> Calibration | None:
-    """Return the calibration of this model, or None if the store has no usable one.
-
-    Raises nothing: a file that cannot be read or parsed, and an entry that is damaged, is logged as a warning and gives
-    None. A missing file or folder, an entry that is missing or null, and JSON that is not an object, gives None without
-    a warning. An entry is damaged if it lacks a field of `Calibration` that has no default, if it has an unknown one,
-    if a number is out of range (shares lie between 0 and 1, and there is at least one question), if metric is not a
-    text, or if alpha is not allowed in `ReuseConfig`; its other values are not checked.
-
-    Args:
-        store: the folder that a user names as the store.
-        fingerprint: fingerprint of the model.
-    """
+    """Return the calibration of this model; None without one, or if it is damaged, which is logged."""
     entry = _known(store / CALIBRATION_FILE).get(fingerprint)
     if entry is None:
         return None
@@ -169,15 +148,7 @@ def load_calibration(store: Path, fingerprint: str) -> Calibration | None:
 
 
 def all_calibrations(store: Path) -> dict[str, Calibration]:
-    """Return fingerprint → calibration of each model in this store; {} if there are none.
-
-    Raises nothing: a damaged entry is logged as a warning and left out, and an entry of null is left out without one. A
-    file that cannot be read or parsed is logged as a warning and gives {}. A missing file, and JSON that is not an
-    object, gives {} without a warning.
-
-    Args:
-        store: the folder that a user names as the store.
-    """
+    """Return fingerprint → calibration of each model below a store's folder; damaged ones are logged and left out."""
     calibrations = {
         name: load_calibration(store, name) for name in _known(store / CALIBRATION_FILE)
     }

@@ -39,18 +39,9 @@ class Candidate:
     def of(
         cls, prompt: Prompt, plan: Plan, config: ReuseConfig, *, session: str | None
     ) -> Self | None:
-        """Return a candidate whose captures would have spared this request its recomputed tokens, and made it exact.
+        """Return the candidate whose captures would have made this request exact; None if none could be used.
 
-        Returns None if no chunk was reused in a new context, or if no later request could reuse the captures: a chunk
-        after private text can be reused only within its session. So without a session, chunks after private text do not
-        count. With a session, the candidate belongs to it if its segments include private text. `first` of the result
-        is empty.
-
-        Args:
-            prompt: the prompt of the request.
-            plan: its plan, with one entry per segment of the prompt.
-            config: its settings of reuse; they say how many tokens each chunk recomputes.
-            session: its session, or None.
+        A chunk after private text can be reused only within its session, so without one these chunks do not count.
         """
         segments = prompt.segments
         fixed = {
@@ -70,15 +61,11 @@ class Candidate:
 
     @property
     def identity(self) -> _Path:
-        """Key (session, ids of `segments` in order), shared by all candidates of the same session and chunks."""
+        """Key (session, segment ids), shared by all candidates of the same session and chunks."""
         return self.session, tuple(segment.segment_id for segment in self.segments)
 
     def paths(self) -> Iterator[tuple[_Path, int]]:
-        """Yield each capture to be made with the number of tokens that it saves per use.
-
-        A capture is a pair of the session and the segment ids up to the one to be captured, that one included. They are
-        in the order of `fixed`. Yields nothing if `fixed` is empty.
-        """
+        """Yield each capture to be made, (session, segment ids up to it), with the tokens that it saves per use."""
         session, ids = self.identity
         for index, tokens in self.fixed.items():
             yield (session, ids[: index + 1]), tokens
@@ -87,9 +74,7 @@ class Candidate:
 def _spent(planned: SegmentPlan, config: ReuseConfig) -> int:
     """Return how many more tokens are recomputed because of a segment, in it or in others (`budget_scope`).
 
-    At least 1 for a segment in a new context: if all chunks that it was captured after are in the prompt, its CFO is 0
-    and nothing of it is recomputed, but others stand between them. A variant makes it exact. With the settings of the
-    baselines, "published" and the scope "set", it is 0.
+    At least 1 in a new context, even with a CFO of 0: a variant makes it exact. In the baselines it may be 0.
     """
     if not planned.to_fix or planned.variant is None:
         return 0
@@ -102,10 +87,7 @@ def _spent(planned: SegmentPlan, config: ReuseConfig) -> int:
 
 
 class Candidates:
-    """Waiting candidates, at most `most`, and the tokens that each chunk after each prefix would have saved.
-
-    Has no lock: one thread at a time may use it.
-    """
+    """Waiting candidates, at most `most`, and the tokens that each capture would have saved. Has no lock."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -116,19 +98,11 @@ class Candidates:
         return len(self._waiting)
 
     def value(self, candidate: Candidate) -> int:
-        """Return how many tokens the candidate's variants would have saved since they were first requested.
-
-        Returns 0 if none of them was requested with `add`.
-        """
+        """Return how many tokens the candidate's variants would have saved since they were first requested."""
         return sum(self._would_have_saved[path] for path, _ in candidate.paths())
 
     def add(self, candidate: Candidate) -> Candidate | None:
-        """Add a candidate that a request asked for, and count its tokens as saved once more.
-
-        A candidate with the same identity is merged with it, not kept twice; it counts as the latest then. If more than
-        `most` candidates wait then, removes the least valuable one with its counts, which may be this one, and returns
-        it; of equally valuable ones it is the earliest. Otherwise returns None.
-        """
+        """Add a candidate, or merge it with its like; beyond `most`, remove and return the least valuable."""
         known = self._waiting.pop(candidate.identity, None)
         self._would_have_saved.update(dict(candidate.paths()))
         if known is not None:  # this request may have fixed other chunks of the same prompt
@@ -142,21 +116,13 @@ class Candidates:
         return least
 
     def best(self, among: Callable[[Candidate], bool] | None = None) -> Candidate | None:
-        """Return the most valuable of the candidates for which `among` returns True (by default all).
-
-        Of equally valuable candidates, returns the latest. Does not remove it. Returns None if no such candidate waits.
-        Errors of `among` pass through.
-        """
+        """Return the most valuable candidate, the latest of equals, for which `among` is True; None if none waits."""
         latest_first = reversed(self._waiting.values())
         candidates = [candidate for candidate in latest_first if among is None or among(candidate)]
         return max(candidates, key=self.value, default=None)
 
     def remove(self, candidate: Candidate) -> None:
-        """Remove a candidate, and the count of each of its captures unless another candidate has that capture too.
-
-        The waiting candidate with the same identity is removed, with all captures that `add` merged into it. If none is
-        waiting, only the counts of the captures of `candidate` are removed. Raises nothing.
-        """
+        """Remove a candidate, and the count of each of its captures that no other candidate has."""
         waiting = self._waiting.pop(candidate.identity, candidate)
         wanted = {path for other in self._waiting.values() for path, _ in other.paths()}
         for path, _ in waiting.paths():
@@ -164,7 +130,7 @@ class Candidates:
                 del self._would_have_saved[path]
 
     def having(self, segment_ids: Set[str]) -> list[Candidate]:
-        """Return the candidates with at least one of these segments, earliest first; [] if there are none."""
+        """Return the candidates with at least one of these segments, earliest first."""
         return [
             candidate
             for candidate in self._waiting.values()

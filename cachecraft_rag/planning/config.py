@@ -174,8 +174,7 @@ class ReuseConfig:
     def full_prefill(cls) -> Self:
         """Return settings that reuse nothing and capture nothing: the baseline to compare reuse with.
 
-        Do not use `ReuseConfig(reuse=False)` as a baseline. It captures the chunks of the prompt, and later requests
-        with reuse then reuse them exactly.
+        `ReuseConfig(reuse=False)` is none: it captures chunks, which later requests reuse exactly.
 
         >>> config = ReuseConfig.full_prefill()
         >>> config.reuse, config.capture
@@ -185,11 +184,10 @@ class ReuseConfig:
 
     @classmethod
     def deterministic(cls, **changes: Any) -> Self:
-        """Return settings with which a request changes no stored chunk-cache and makes no decision by time.
+        """Return settings with which a request changes no chunk-cache and decides nothing by time.
 
-        Nothing is captured, and every stored chunk-cache is loaded, also where computing would be faster and in prompts
-        of any length. With `EngineConfig(new_variants="off")`, one request at a time and greedy sampling, the same
-        question over the same primed store gives the same answer each time. `changes` may undo these settings.
+        With `EngineConfig(new_variants="off")`, one request at a time and greedy sampling, the same question over the
+        same primed store gives the same answer each time. `changes` may undo these settings.
 
         >>> config = ReuseConfig.deterministic(recompute_ratio=0.3)
         >>> config.capture, config.method.loading, config.recompute_ratio
@@ -250,7 +248,7 @@ class ReuseConfig:
 
     @property
     def fixed_ratio(self) -> float | None:
-        """Fraction of the tokens to recompute that is the same for each chunk in a new context; None: CFO decides.
+        """Fraction of the tokens to recompute of each chunk in a new context; None: CFO decides.
 
         >>> ReuseConfig().fixed_ratio, ReuseConfig().with_method(alpha=0.5).fixed_ratio, ReuseConfig.paper().fixed_ratio
         (0.2, None, None)
@@ -261,15 +259,9 @@ class ReuseConfig:
         return DEFAULT_RATIO
 
     def for_prompt(self, tokens: int, *, measured: int = 0) -> Self:
-        """Return the settings for a prompt of this length.
+        """Return these settings, or for a prompt too short to reuse anything, a copy that switches it all off.
 
-        They are these settings themselves, or for a prompt that is too short to reuse anything, a copy that reuses and
-        captures nothing and has the least length as its `min_prompt_tokens`. With `reuse=False` they are always these
-        settings themselves.
-
-        Args:
-            tokens: length of the prompt in tokens. It is too short if it is below the least length.
-            measured: least length in place of a `min_prompt_tokens` of None.
+        `measured` is the least length in place of a `min_prompt_tokens` of None.
 
         >>> ReuseConfig(min_prompt_tokens=1000).for_prompt(800).reuse
         False
@@ -280,9 +272,5 @@ class ReuseConfig:
         return replace(self, reuse=False, capture=False, min_prompt_tokens=least)
 
     def is_too_short(self, tokens: int) -> bool:
-        """Return True if `for_prompt` has switched reuse off for a prompt of this length, in tokens.
-
-        Also True for settings that were made with `reuse=False` and a `min_prompt_tokens` above this length. False for
-        all settings with `reuse=True`, and for a `min_prompt_tokens` of None.
-        """
+        """Return True if `for_prompt` has switched reuse off for a prompt of this length, in tokens."""
         return not self.reuse and tokens < (self.min_prompt_tokens or 0)

@@ -32,11 +32,8 @@ FEWEST_CHUNKS = 5
 def focus_score(attention: NDArray[np.floating]) -> float:
     """Return a chunk's focus score: attention to its strongest tokens over the root of that to its median token.
 
-    The median token shows how much any token gets at the chunk's place: chunks near the question get more.
-
-    Args:
-        attention: float `[tokens]`, the question's attention to each token of the chunk; 0 for a token that the probe
-            did not see. Returns 0.0 if it saw none.
+    The median token shows how much any token gets at the chunk's place: chunks near the question get more. `attention`
+    is float `[tokens]`, 0 for a token that the probe did not see.
 
     >>> focus_score(np.array([0.5, 0.0, 0.25, 0.25]))  # (.5 + .25 + .25) / √.25
     2.0
@@ -52,9 +49,7 @@ def focus_score(attention: NDArray[np.floating]) -> float:
 
 
 def chunks_in_focus(scores: Mapping[int, float]) -> frozenset[int]:
-    """Return the chunks in focus, by their focus scores: those that come near the highest one.
-
-    Chunks are named by any number, such as the index of their segment. Returns all chunks if no score is above 0.
+    """Return the chunks whose focus score comes near the highest one; all of them if no score is above 0.
 
     >>> sorted(chunks_in_focus({1: 4.0, 2: 0.1, 3: 3.0}))
     [1, 3]
@@ -66,13 +61,9 @@ def chunks_in_focus(scores: Mapping[int, float]) -> frozenset[int]:
 def focused_count(scores: Sequence[float]) -> int:
     """Return the number of focused chunks, at least 1, from the scores of the chunks in descending order `[chunks]`.
 
-    A score is the question's attention to a chunk, added up over layers, heads and rows. Returns the number of all
-    chunks if there are two, or if all scores are equal; 1 without chunks.
-
     Lines 5–9 of Algorithm 1 to the letter: i* is the i in 1 … k-2 with the largest h(i+1) - h(i), which is -p·log p of
-    gap i+1, and the top i* chunks are focused. That has two flaws: -p·log p is not monotonic, so a gap that holds
-    nearly all of the drop (p near 1) scores near 0 and loses to a small one; and the cut falls one chunk above the gap
-    it chose, so the first gap is never looked at.
+    gap i+1. Two flaws: -p·log p is not monotonic, so a gap with nearly all of the drop loses to a small one; and the
+    cut falls one chunk above the gap it chose.
 
     >>> focused_count([9.0, 1.0, 0.9, 0.1])  # p = .90, .01, .09; -p·log p of gaps 2 and 3: .05, .22: i* = 2
     2
@@ -89,13 +80,11 @@ def focused_count(scores: Sequence[float]) -> int:
 
 
 class FocusMonitor:
-    """Finds the focused chunks of one request, layer by layer.
+    """Finds the focused chunks of one request, layer by layer; `focused` and `layer` are None until one decides.
 
     Args:
         chunks: number of chunks in the prompt.
         window: w of Algorithm 1, the number of consecutive layers that must agree; at least 1.
-
-    `focused` holds the indices of the focused chunks and `layer` the layer that decided; both are None until then.
     """
 
     def __init__(self, chunks: int, *, window: int) -> None:
@@ -106,13 +95,7 @@ class FocusMonitor:
         self.layer: int | None = None
 
     def observe(self, layer: int, mass: Sequence[float]) -> bool:
-        """Add one layer's attention mass from the question to each chunk, `[chunks]` (eq. 15).
-
-        Call it once for each layer, in order. Returns True in the layer that decides, after it has set `focused` and
-        `layer`: the first in which the same chunks have led in `window` consecutive calls. Returns False in all other
-        layers; those after the decision are ignored. Without chunks the decision is an empty set. Raises ValueError if
-        `mass` does not have one value per chunk, unless the decision was made before.
-        """
+        """Add the question's attention to each chunk in the next layer, `[chunks]` (eq. 15); True if that decides."""
         if self.focused is not None:
             return False
         self._cumulative = [old + new for old, new in zip(self._cumulative, mass, strict=True)]

@@ -62,14 +62,9 @@ class TokenKinds:
 
     @classmethod
     def of(cls, tokens: Iterable[str | None]) -> Self:
-        """Return the features of a vocabulary's tokens.
+        """Return the features of a vocabulary's tokens, in the order of their ids, with marks for spaces and line ends.
 
-        Args:
-            tokens: the tokens in the order of their ids, written with SentencePiece's or byte-level marks for spaces
-                and line ends. None stands for an id without a token and counts as empty text.
-
-        The result has one more entry, that of an empty text, for ids that are beyond the tokenizer's vocabulary and
-        within the model's.
+        None stands for an id without a token. One more entry, of an empty text, is for ids beyond the vocabulary.
 
         >>> TokenKinds.of(["a\\u010a\\u010a", "\\u010a" * 300, None]).newlines.tolist()
         [2, 255, 0, 0]
@@ -90,13 +85,7 @@ class TokenKinds:
 
 
 def window_hashes(ids: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """Return for each token a hash of it and the 15 tokens before it (fewer at the beginning): uint64 `[tokens]`.
-
-    Hashes are below 2**48. Returns an empty array for an empty one.
-
-    Args:
-        ids: token ids, int64 `[tokens]`.
-    """
+    """Return a hash, below 2**48, of each token and the 15 tokens before it: uint64 `[tokens]`."""
     mixed = (ids.astype(np.uint64) + np.uint64(1)) * np.uint64(_SPREAD)
     mixed ^= mixed >> np.uint64(31)
     mixed *= np.uint64(_STEP)
@@ -112,15 +101,7 @@ def window_hashes(ids: NDArray[np.int64]) -> NDArray[np.uint64]:
 def find_segments(token_ids: Sequence[int] | TokenIds, kinds: TokenKinds) -> list[range]:
     """Return the segments of a text as ranges of positions, in order, each of `LEAST` to `MOST` tokens.
 
-    They do not overlap. Tokens between them are separators or too few for a segment. Neighbouring short passages may be
-    joined into a segment, with the separators between them. Returns [] for a text of fewer than `LEAST` tokens, and if
-    no passage is long enough, alone or joined.
-
-    Args:
-        token_ids: the text.
-        kinds: features of the tokens of its vocabulary.
-
-    Ids beyond that vocabulary count as empty text. Raises OverflowError if a token id is not below 2**63.
+    Tokens between them are separators or too few for a segment.
 
     >>> kinds = TokenKinds.of(["word", "\\n\\n"])
     >>> find_segments([0] * 5 + [1] + [0] * 80 + [1] + [0] * 70, kinds)
@@ -280,14 +261,8 @@ def marks(
 ) -> tuple[NDArray[np.int64], NDArray[np.uint64]]:
     """Return the marks of a text: positions, int64 `[marks]`, ascending, and hashes, uint64 `[marks]`.
 
-    The hashes are those of `window_hashes`, below 2**48. A window is 16 tokens in a row. Of each `width` neighbouring
-    windows, the one with the lowest hash is a mark. The position of a mark is that of its last token. This is winnowing
-    (Schleimer et al., SIGMOD 2003): two texts with `width + 15` equal tokens in a row share a mark. Both arrays are
-    empty for a text of fewer tokens than that.
-
-    Raises:
-        ValueError: `width` is below 1.
-        OverflowError: a token id is not below 2**63.
+    Of each `width` neighbouring windows of 16 tokens, the one with the lowest hash is a mark, at its last token. This
+    is winnowing (Schleimer et al., SIGMOD 2003): texts with `width + 15` equal tokens in a row share a mark.
     """
     hashes = window_hashes(np.asarray(token_ids, dtype=np.int64))[_WINDOW - 1 :]
     if len(hashes) < width:
@@ -298,11 +273,7 @@ def marks(
 
 
 def text_mark(token_ids: Sequence[int] | TokenIds) -> tuple[int, int] | None:
-    """Return (hash, position) of the mark by which a captured text is recognised: the one with the lowest hash.
-
-    The hash is below 2**48; the position is that of the mark's last token. Returns None for a text of fewer than 31
-    tokens, which has no mark. Raises OverflowError if a token id is not below 2**63.
-    """
+    """Return (hash, position) of the mark with the lowest hash; None for a text of fewer than 31 tokens."""
     places, hashes = marks(token_ids)
     if not len(places):
         return None

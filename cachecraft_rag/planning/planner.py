@@ -89,7 +89,7 @@ class SegmentPlan:
     spared: int = 0
 
     def __eq__(self, other: object) -> bool:
-        """Return True if all fields are equal; `recompute` is an array, which `==` compares token by token."""
+        """Return True if all fields are equal."""
         if not isinstance(other, SegmentPlan):
             return NotImplemented
         names = [given.name for given in fields(self) if given.name != "recompute"]
@@ -104,10 +104,7 @@ class SegmentPlan:
 
     @property
     def to_fix(self) -> bool:
-        """True if the segment is reused in a new context, so that some of its tokens may have to be recomputed.
-
-        That is an outcome of "reused" without `at_origin`. False for "exact" and "computed".
-        """
+        """True if the segment is reused in a new context: the outcome "reused" without `at_origin`."""
         return self.outcome == "reused" and not self.at_origin
 
 
@@ -129,32 +126,17 @@ def make_plan(
 ) -> Plan:
     """Choose for each segment the stored variant with the lowest CFO, or to compute it.
 
-    An exact variant, and one that needs no fixing, is preferred to all others. With `scoring="corrected"`, the default,
-    the CFO of primed variants and of those captured after the instruction only is weighted to compare them. A chunk
-    whose best variant has a CFO of 1 is computed, unless `config.fixed_ratio` is a number. With `config.reuse` off,
-    everything is computed. With the scope "prefix", only variants are chosen that need no fixing because they are
-    after their origin prefix; with "set", also those of the longest beginning of the prompt whose chunks were captured
-    in another order. An instruction is reused from a lossless codec only. The last chunk is marked `in_full` if it is
-    reused in a new context and small enough for `config.nearest_share`.
-
-    The tokens to recompute are chosen later, in `with_selection`, which needs the token scores of the chosen variants
-    only.
+    A variant that needs no fixing is preferred. A chunk whose best variant has a CFO of 1 is computed, unless
+    `config.fixed_ratio` is a number. An instruction is reused from a lossless codec only. The tokens to recompute are
+    chosen later, in `with_selection`.
 
     Args:
-        prompt: the segments. Segments of kind "question" are always computed.
-        stored: segment id → its stored variants, all of this model and namespace. A segment without an entry has none.
+        prompt: the segments; those of kind "question" are always computed.
+        stored: segment id → its stored variants, all of this model and namespace.
         config: settings of reuse.
-        lost: variant id → the reason why it could not be loaded when an earlier plan chose it. It is not chosen again.
+        lost: variant id → the reason why it could not be loaded; it is not chosen again.
         refused: segment id → the reason why a stored variant is not among `stored`.
         removed: ids of segments that were removed with their documents.
-
-    Returns:
-        A plan with one `SegmentPlan` per segment, in prompt order. Each `recompute` is empty. A segment without a
-        usable variant is planned as "computed", with the reason. The plan is empty for a prompt without segments.
-
-    Raises:
-        ValueError: a variant has another number of values in `inter` than ids in its origin prefix. The store returns
-            no such variant.
     """
     segments = prompt.segments
     segment_ids = tuple(segment.segment_id for segment in segments)
@@ -204,10 +186,8 @@ def _with_last_chunk_in_full(
 ) -> list[SegmentPlan]:
     """Return the plans with the prompt's last chunk marked for full recomputation, if it is small enough.
 
-    It must be reused in a new context, and have at most `config.nearest_share` of the prompt's chunk tokens. Its CFO
-    does not matter: it is 0 where all chunks that it was captured after are in the prompt, but others stand between
-    them. Nothing is marked with a recompute ratio or an α of 0, and in the scope "set" without a recompute ratio, which
-    recomputes nothing.
+    Its CFO does not matter: it is 0 where all chunks that it was captured after are in the prompt, but others stand
+    between them.
     """
     marked = list(plans)
     lengths = {
@@ -279,13 +259,7 @@ def _set_prefix(
     lost: Mapping[str, str],
     config: ReuseConfig,
 ) -> dict[int, SegmentPlan]:
-    """Return plans for the longest prefix whose chunks were captured as a prefix in any order (SET-CACHE).
-
-    Each of these chunks is reused as it was captured, at its current position.
-
-    Returns:
-        Segment index → plan.
-    """
+    """Return segment index → plan of the longest prefix that was captured as a prefix in any order (SET-CACHE)."""
     segments = prompt.segments
     # (segment id, origin prefix) → variant
     variants_by_path: dict[tuple[str, tuple[str, ...]], Variant] = {}
@@ -325,11 +299,7 @@ def _set_prefix(
 
 
 def _at_origin(variant: Variant, config: ReuseConfig) -> SegmentPlan | None:
-    """Return the plan for a variant after its origin prefix, or None if it needs fixing.
-
-    It needs fixing if its capture was inexact, or if it was stored by a lossy codec and every inexact token has to be
-    recomputed (`recompute_ratio=1`).
-    """
+    """Return the plan for a variant after its origin prefix, or None if it needs fixing."""
     if variant.lossless:
         return _without_fixing("exact", variant) if variant.exact_share >= 1.0 else None
     if variant.exact_share < _LOSSY_SHARE or config.recompute_ratio == 1.0:
@@ -347,13 +317,9 @@ def _without_fixing(outcome: SegmentOutcome, variant: Variant) -> SegmentPlan:
 def _rank(plan: SegmentPlan, config: ReuseConfig) -> tuple[bool, bool, float, float]:
     """Return the sort key of a scored variant; lower is better.
 
-    Orders by: worth fixing (CFO below 1), then needs no fixing, then CFO, then the more exact capture. With
-    `scoring="corrected"` CFO is weighted.
-
-    The weights correct CCI in two cases. A primed variant attended more to earlier chunks, so its CCI is higher, but
-    these were neighbours in its own document: in another context it loses less on most questions. A variant captured
-    after the instruction only attended to no chunk, so its CCI is the lowest possible, yet it loses most
-    (docs/results/quality.md).
+    With `scoring="corrected"` CFO is weighted, because CCI misleads in two cases. A primed variant attended more to
+    earlier chunks, but these were neighbours in its document: it loses less. A variant captured after the instruction
+    only attended to no chunk, yet loses most (docs/results/quality.md).
     """
     variant = plan.variant
     assert variant is not None, "only variants are ranked"
@@ -370,14 +336,7 @@ def _rank(plan: SegmentPlan, config: ReuseConfig) -> tuple[bool, bool, float, fl
 def _score(
     variant: Variant, *, prefix: tuple[str, ...], places: Mapping[str, int], config: ReuseConfig
 ) -> SegmentPlan:
-    """Return the plan for one variant after a prefix, with its CFO.
-
-    Args:
-        variant: the stored variant.
-        prefix: segment ids before it in the prompt, starting with the system segment.
-        places: segment id → index of the chunks in `prefix`.
-        config: settings of reuse.
-    """
+    """Return the plan for one variant after a prefix of segment ids, with its CFO; `places` are those of its chunks."""
     origin_prefix = variant.key.origin_prefix
     if origin_prefix == prefix:
         unmoved = _at_origin(variant, config)
@@ -416,35 +375,18 @@ def with_selection(
 ) -> Plan:
     """Return a copy of the plan with the tokens to recompute of each segment to fix; other segments are unchanged.
 
-    The budget of a chunk is ⌈CFO · |C|⌉ tokens (§3.2.1), or ⌈r · |C|⌉ with a ratio r that is the same for all
-    (`config.fixed_ratio`). With `budget_scope="prompt"`, the default, the budgets are added and spent on the best
-    tokens of all chunks, so a chunk may get more tokens than its own budget, or fewer (see `selectors.select`). Of a
-    chunk that is marked `in_full`, all tokens but the `excluded` ones are chosen, outside of the budgets.
-
-    With focus scores, chunks out of focus are marked. With `early_termination="probe"` those that have probed scores
-    too get no further tokens, also if they are marked `in_full`. Nothing is spared if the ratio is 1 or fewer than
-    `FEWEST_CHUNKS` chunks have a focus score.
+    The budget of a chunk is ⌈CFO · |C|⌉ tokens (§3.2.1), or ⌈r · |C|⌉ with a ratio r (`config.fixed_ratio`); of a chunk
+    that is `in_full`, all tokens but the `excluded` ones are chosen, outside of the budgets (see `selectors.select`).
 
     Args:
         plan: a plan from `make_plan`.
-        token_scores: variant id → token scores, as from `ChunkCacheStore.token_scores`; missing ones count as unknown.
+        token_scores: variant id → token scores; missing ones count as unknown.
         config: settings of reuse.
-        probed: segment index → the probe's scores of its tokens, float32 `[tokens]`; without it, the selection uses
-            stored scores only.
+        probed: segment index → the probe's scores of its tokens, float32 `[tokens]`.
         recomputed: segment index → offsets of tokens that are already recomputed; they stay selected.
-        excluded: segment index → offsets of tokens that are computed for another reason and need no fixing.
-        focus: segment index → focus score of each chunk that the probe has seen (`early_termination.focus_score`).
-
-    Returns:
-        A new plan. In each segment with `to_fix`, `recompute` holds the chosen offsets, and reason and detail say how
-        many there are; for a segment marked `in_full` reason and detail stay. If no token is chosen, the reason is
-        `Reason.REUSED` and the detail "", or `Reason.UNFOCUSED` if that is why.
-
-    Raises:
-        ValueError: the id of a chunk to fix does not begin with eight hexadecimal digits, which seed the selector
-            "random"; or the selector adds stored and probed scores, and those of a chunk differ in length.
-        IndexError: an offset in `recomputed` or `excluded` is beyond the end of its chunk. Not raised for a chunk
-            without a budget or marked `in_full`.
+        excluded: segment index → offsets of tokens that are computed for another reason.
+        focus: segment index → focus score of each chunk that the probe has seen. With `early_termination="probe"`,
+            those out of focus that have probed scores get no further tokens.
     """
     facts: list[TokenFacts] = []
     budgets: list[int] = []
@@ -537,20 +479,10 @@ def _fixed(planned: SegmentPlan, offsets: Offsets, selector: str) -> SegmentPlan
 def with_not_loaded(
     planned: SegmentPlan, computed: Offsets, reason: Reason, detail: str = ""
 ) -> SegmentPlan:
-    """Return the plan for a segment after some of its tokens were computed instead of loaded.
+    """Return the plan for a segment after some of its tokens, at these offsets, were computed instead of loaded.
 
-    Args:
-        planned: the segment's plan before loading.
-        computed: int64 `[computed]`, offsets of the tokens that were computed, each once.
-        reason: the reason why they were computed.
-        detail: more about the reason in words.
-
-    Returns:
-        `planned` itself if `computed` is empty or no variant was chosen. Otherwise a copy with this reason and detail,
-        whose `not_loaded` is the number of these tokens and whose `recompute` no longer has them. But if all tokens of
-        the variant were computed, the copy has the outcome "computed", no variant and an empty `recompute`, and
-        `not_loaded` stays as it was. That does not apply to `Reason.COMPUTED_LATE`: then first layers used stored
-        values.
+    If all of them were, the outcome is "computed", except for `Reason.COMPUTED_LATE`: then first layers used stored
+    values.
     """
     if not len(computed) or planned.variant is None:
         return planned
@@ -566,20 +498,9 @@ def with_not_loaded(
 def exact_shares(plan: Plan, lengths: Sequence[int]) -> list[float]:
     """Return for each segment the share of exact tokens in the context before it, in [0, 1] (1.0 for the first).
 
-    A chunk computed after reused chunks inherits their error, which makes its capture inexact. In the share, exact
-    segments count in full, reused ones not at all, and computed ones in proportion to the share of their own context.
-    A segment of a lossy codec after its origin prefix counts nearly in full, but too little for a later one to be
-    exact.
-
-    Args:
-        plan: the plan of a prompt.
-        lengths: number of tokens of each segment.
-
-    Returns:
-        One share per segment, in prompt order; [] for a plan without segments.
-
-    Raises:
-        ValueError: `lengths` has another number of entries than the plan has segments.
+    A chunk computed after reused chunks inherits their error, which makes its capture inexact. Exact segments count in
+    full, reused ones not at all, and computed ones in proportion to the share of their own context; those of a lossy
+    codec after their origin prefix nearly in full. `lengths` are tokens of the segments.
 
     >>> a, b, c = SegmentPlan("exact"), SegmentPlan("reused"), SegmentPlan("computed")
     >>> exact_shares(Plan((a, b, c, c)), [10, 30, 20, 5])  # 1, 10/10, 10/40, (10 + 20 · .25) / 60

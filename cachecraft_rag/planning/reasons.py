@@ -116,10 +116,7 @@ _DETAIL_ALONE = frozenset(
 
 
 def explain(reason: Reason, detail: str = "") -> str:
-    """Return the reason as a sentence, or `detail` in its place if there is one and the reason allows it.
-
-    Reasons that allow it are fixed, refused, lossy_codec, not_loaded, computed_late, too_long and left_to_server. For
-    the other reasons `detail` is ignored. `Reason.REUSED` gives "".
+    """Return the reason as a sentence, or `detail` in its place where the reason allows one.
 
     >>> explain(Reason.NOT_LOADED, "file is missing")
     'file is missing'

@@ -29,11 +29,9 @@ class TokenFacts:
     """Facts about one reused chunk, the input of a selector.
 
     tokens       number of tokens in the chunk
-    seed         seed for selectors that draw random numbers, 0 or more; differs between chunks, equal in every run
-    token_inter  float32 `[tokens]`: attention from each token to earlier chunks at capture (eq. 14); None if no chunk
-                 stood before this one
-    probed       float32 `[tokens]`: the probe's score of each token, 1 on average over all reused chunks;
-                 None if no probe has run
+    seed         seed of random numbers, 0 or more; differs between chunks, equal in every run
+    token_inter  float32 `[tokens]`: attention to earlier chunks at capture (eq. 14); None if no chunk stood before
+    probed       float32 `[tokens]`: the probe's scores, 1 on average over all reused chunks; None without a probe
     """
 
     tokens: int
@@ -49,8 +47,7 @@ Score = Callable[[TokenFacts], np.ndarray | None]
 class Selector:
     """A method of choosing the tokens to recompute.
 
-    score   returns float `[tokens]`, higher = recomputed first; or None if it cannot score the chunk, in which case
-            the scores of `leading` are used
+    score   returns float `[tokens]`, higher = recomputed first; None if it cannot score the chunk: then `leading` does
     probes  True if the selector needs the attention of the question (see `compute.stale_tokens.probe`)
     """
 
@@ -59,17 +56,12 @@ class Selector:
 
 
 def cache_craft(facts: TokenFacts) -> np.ndarray | None:
-    """Return Cache-Craft's score (eq. 14), float32 `[tokens]`: attention to earlier chunks at capture.
-
-    Returns None if there were no earlier chunks, or their scores are not known. The array is that of `facts`, no copy.
-    """
+    """Return Cache-Craft's score (eq. 14), float32 `[tokens]`: attention to earlier chunks at capture."""
     return facts.token_inter
 
 
 def leading(facts: TokenFacts) -> np.ndarray:
-    """Return EPIC's score, float64 `[tokens]` from 1 down to 1 / tokens: a chunk's first tokens first.
-
-    At capture the first tokens served as attention sinks. Returns an empty array for a chunk without tokens.
+    """Return EPIC's score, float64 `[tokens]`: first tokens first, because they served as attention sinks.
 
     >>> leading(TokenFacts(4, seed=0)).tolist()
     [1.0, 0.75, 0.5, 0.25]
@@ -78,22 +70,15 @@ def leading(facts: TokenFacts) -> np.ndarray:
 
 
 def random(facts: TokenFacts) -> np.ndarray:
-    """Return random scores, float64 `[tokens]` in [0, 1): the RANDOM-RECOMP baseline of Cache-Craft §5.1.4.
-
-    The same `facts.seed` gives the same scores. Raises ValueError for a negative seed.
-    """
+    """Return random scores, float64 `[tokens]`: the RANDOM-RECOMP baseline of Cache-Craft §5.1.4."""
     return np.random.default_rng(facts.seed).random(facts.tokens)
 
 
 def question(facts: TokenFacts) -> np.ndarray:
     """Return attention to earlier chunks at capture plus weighted attention from the question, float `[tokens]`.
 
-    Adds `QUESTION_WEIGHT` times the probe's score to the score of eq. 14 (that of `leading` if no chunk stood before
-    this one at capture). Both are 1 on average. The question's attention alone is better on most questions but fails
-    badly on some (docs/decisions/choosing-tokens.md). Without a probe's score, returns the first part only. The array
-    is a new one.
-
-    Raises ValueError if `token_inter` and `probed` differ in length.
+    Both are 1 on average. The question's attention alone is better on most questions but fails badly on some
+    (docs/decisions/choosing-tokens.md).
 
     >>> facts = TokenFacts(4, seed=0, token_inter=np.array([0.5, 0.4, 0.1, 0.1]), probed=np.array([0, 0, 8.0, 0.1]))
     >>> select([facts], [2], SELECTORS["question"])[0].tolist()
@@ -117,10 +102,7 @@ SELECTORS: Mapping[str, Selector] = MappingProxyType(
 
 
 def selector_named(name: str) -> Selector:
-    """Return the selector with this name, from `SELECTORS`.
-
-    Raises ConfigError, listing the known names, if there is no such selector.
-    """
+    """Return the selector with this name; raise ConfigError with the known names if there is none."""
     try:
         return SELECTORS[name]
     except KeyError:
@@ -143,23 +125,10 @@ def select(
         facts: facts about each chunk.
         budgets: number of tokens to recompute in each chunk.
         selector: gives each token its score, see `Selector`.
-        budget_scope: "chunk" spends each chunk's budget in that chunk. "prompt" adds the budgets and spends the sum on
-            the best tokens of all chunks. A chunk's scores are then weighted by its budget per token (for the budgets
-            of eq. 12: by its CFO), so a chunk that needs no fixing gets nothing. A chunk that the selector cannot
-            score keeps its own budget.
-        excluded: for each chunk, the offsets of the tokens that must not be chosen; () excludes none.
+        budget_scope: "chunk" spends each chunk's budget in that chunk. "prompt" adds them and spends the sum on the
+            best tokens of all chunks, their scores weighted by budget per token; unscored chunks keep their own budget.
+        excluded: for each chunk, int64 offsets of the tokens that must not be chosen; () excludes none.
         spent: for each chunk, the part of its budget that is already used; () means none.
-
-    Returns:
-        One array per chunk, in the order of `facts`; an empty array for a chunk that gets no tokens. They hold fewer
-        tokens than the budgets allow if there are not enough tokens to choose from.
-
-    Raises:
-        ValueError: `facts` and `budgets` differ in length; or the selector raises it: `random` for a negative seed, and
-            `question` if the scores of a chunk differ in length.
-        IndexError: `excluded` or `spent` is given for fewer chunks than `facts`, or an excluded offset is beyond the
-            end of its chunk. The offsets of a chunk without a budget are not checked.
-        ZeroDivisionError: with "prompt", a chunk of 0 tokens has a budget.
 
     >>> few, many = np.array([0.1, 0.2, 0.1]), np.array([0.5, 0.3, 0.9])
     >>> facts = [TokenFacts(3, seed=0, token_inter=few), TokenFacts(3, seed=0, token_inter=many)]

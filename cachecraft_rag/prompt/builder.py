@@ -73,11 +73,7 @@ _FOLLOWS: dict[str | None, set[str]] = {
 
 
 def checked_chunks(chunks: Iterable[Chunk]) -> list[Chunk]:
-    """Return a list of the chunks, in order; [] if there are none.
-
-    The list is a new one; the chunks in it are the same objects. Raises ConfigError if `chunks` cannot be iterated or
-    is a single text, or if an item is not a `Chunk`, for example a text alone. What the iteration raises passes.
-    """
+    """Return the chunks as a new list; raise ConfigError unless all are `Chunk` objects."""
     found = listed("chunks", chunks)  # a generator gives its items only once
     if not all(isinstance(chunk, Chunk) and isinstance(chunk.text, str) for chunk in found):
         raise ConfigError("chunks must be Chunk objects: write Chunk(text)")
@@ -236,12 +232,7 @@ class PromptBuilder:
 
     @cached_property
     def calls(self) -> CallFormat:
-        """Form in which the model writes calls of tools, read from its chat template once.
-
-        It is `CallFormat()`, plain text, for a tokenizer without a chat template, for a template that does not write
-        tools, their results, and calls as JSON objects, and for one that fails at them. Raises nothing for a template
-        that fails.
-        """
+        """Form in which the model writes calls of tools, read from its chat template once; see `format_of`."""
         if not getattr(self._tokenizer, "chat_template", None):
             return CallFormat()
         return format_of(partial(_rendered, self._tokenizer), self._tokenizer)
@@ -254,8 +245,7 @@ class PromptBuilder:
     def chunk_segment(self, chunk: Chunk) -> Segment:
         """Return the chunk's segment, of kind "chunk" and shared: the tokens of its text and an empty line.
 
-        Its `segment_id` is the `chunk_id`. It may be longer than the model's context. Raises nothing for any text:
-        names of control tokens become ordinary characters, and half a surrogate pair becomes "?".
+        Names of control tokens become ordinary characters, and half a surrogate pair becomes "?".
         """
         known = self._known.get(chunk.chunk_id)
         if known is not None:
@@ -285,34 +275,24 @@ class PromptBuilder:
     ) -> Prompt:
         """Return the prompt for a question: instruction, the chunks that fit, and one segment of history and question.
 
-        The history follows the chunks: the first user turn holds the context and the first question. No private text
-        precedes a chunk, so every chunk-cache captured here may be shared. If `recognise` finds text, found segments
-        and the text between them follow the instruction; otherwise the prompt is built as without `recognise`. With
-        `best_last` the first of `chunks` is the last one in the prompt, else they keep their order. `Prompt.room` is
-        the number of tokens that the context has for chunks.
+        The history follows the chunks, so that no private text precedes a chunk, and every capture may be shared. If
+        `recognise` finds text, found segments and the text between them follow the instruction.
 
         If the context is too small, the lowest-ranked chunks are dropped and named in `Prompt.trimmed`. A chunk that
-        would not fit even alone is dropped at any rank, without affecting the others. Duplicates are kept once, at the
-        rank of the first. Chunks whose text was edited after retrieval are named in `Prompt.stale_ids`, and the first
-        time that this builder meets some, it logs a warning.
+        would not fit even alone is dropped at any rank. Duplicates are kept once, at the rank of the first.
 
         Args:
             question: the user's question. It may be empty if the history ends with a tool's result.
             chunks: the chunks, best first; may be empty.
             history: earlier turns, pairs of role and text that `check_history` accepts.
             reserve: number of tokens kept free for the answer.
-            recognise: finds captured texts in a prompt without chunks (`prompt.unmarked`). None leaves the prompt
-                unsearched.
+            recognise: finds captured texts in a prompt without chunks (`prompt.unmarked`).
             private: whether the segments found in unmarked text belong to one session.
 
         Raises:
             ContextLengthError: instruction, history, question and `reserve` alone do not fit the model's context.
-            ConfigError: the question is empty, and the history does not end with a tool's result; the history has an
-                unknown role, a wrong order, or calls and results that do not match; a turn of calls is not JSON of
-                calls (see `calls_in`); or the model's chat template fails at the conversation, takes too much time or
-                memory if a server sent it, or drops, repeats or reorders the conversation's text.
-            StoreError: raised by `recognise` if it searches a store that was closed. All errors of `recognise` pass
-                through.
+            ConfigError: the question is empty, roles or calls of the history do not match, or the model's chat template
+                fails at the conversation, or drops, repeats or reorders its text.
         """
         if not question.strip() and not (history and history[-1][0] == "result"):
             raise ConfigError("the question is empty; ask something")

@@ -90,14 +90,8 @@ class Constraint:
     def mask(self, logits: Tensor) -> Tensor:
         """Return a copy of the logits, `[vocabulary]`, with -inf for tokens that the grammar does not allow next.
 
-        Once the JSON is complete, only the tokens that end the text are allowed. After 16 digits of a number in a row
-        (2 in an exponent), no digit is allowed unless the schema requires one.
-
-        Args:
-            logits: the model's logits, `[vocabulary]`, on any device.
-
-        Raises:
-            ConfigError: the JSON can neither go on nor end, also because an earlier token was not allowed.
+        After 16 digits of a number in a row (2 in an exponent), no digit is allowed unless the schema requires one.
+        Raises ConfigError if the JSON can neither go on nor end.
         """
         import torch
 
@@ -116,12 +110,7 @@ class Constraint:
         return masked
 
     def take(self, token: int) -> None:
-        """Advance the grammar by a token that was drawn.
-
-        Raises:
-            ConfigError: the token is not allowed, or the JSON can neither go on nor end after it.
-            OverflowError: the token id is negative, or not below 2**32.
-        """
+        """Advance the grammar by a drawn token; raise ConfigError if it is not allowed, or the JSON cannot go on."""
         self._matcher.consume_token(token)
         self._numbers.take(self._vocabulary.decode_bytes([token]))
         self._require_progress()
@@ -139,8 +128,6 @@ class Constraint:
 class Constraints:
     """Makes constraints for one tokenizer. Thread-safe; the first one takes about half a second.
 
-    The tokenizer and llguidance are checked by `json`, not before.
-
     Args:
         tokenizer: a fast transformers tokenizer.
         vocabulary: width of the model's logits.
@@ -156,13 +143,8 @@ class Constraints:
     def json(self, schema: str) -> Constraint:
         """Return a new constraint, for one answer, to JSON of a schema. Grammars of the last 64 schemas are kept.
 
-        Args:
-            schema: the text of a JSON schema.
-
-        Raises:
-            ConfigError: llguidance is not installed; the tokenizer is a slow one, or one that llguidance cannot read;
-                there are no end tokens; the schema is not valid JSON, is nested too deeply, has no finite answer, or is
-                one that llguidance does not support.
+        Raises ConfigError without llguidance, for a tokenizer that it cannot read, and for a schema that it does not
+        support or that has no finite answer.
         """
         grammar = self._grammar(schema)
         import llguidance

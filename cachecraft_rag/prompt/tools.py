@@ -49,12 +49,7 @@ class CallFormat:
     native: bool = False
 
     def schema(self, tools: Sequence[Tool]) -> dict[str, object]:
-        """Return the JSON schema of an answer that calls one of these tools.
-
-        Without tools, no answer fits it. The tools must have passed `checked_tools`; otherwise raises KeyError for a
-        tool without a function or name, and TypeError or AttributeError for one that is not a mapping or whose function
-        is not.
-        """
+        """Return the JSON schema of an answer that calls one of these checked tools."""
         calls = []
         for tool in tools:
             function = tool["function"]
@@ -67,37 +62,23 @@ class CallFormat:
         return {"anyOf": calls}
 
     def instruction(self, tools: Sequence[Tool]) -> str:
-        """Return a description of the tools as text for the instruction, for a chat template without tools.
-
-        It has the JSON of each tool's function on its own line, and an example of a call in this format. Without tools
-        it lists no function.
-
-        The tools must have passed `checked_tools`. Otherwise it raises KeyError for a tool without a function,
-        TypeError for one that is not a mapping, and TypeError, ValueError or RecursionError for a function that JSON
-        cannot hold.
-        """
+        """Return checked tools as text with an example of a call, for a chat template without tools."""
         lines = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
         example = self.text("NAME", "{…}")
         return f"You may call these functions:\n{lines}\nTo call one, answer with nothing but\n{example}"
 
     def text(self, name: str, arguments: str) -> str:
-        """Return a call as plain text: `begin`, a line with the call's JSON, and `</tool_call>`.
-
-        Args:
-            name: name of the tool.
-            arguments: the text of a JSON object; it is inserted unchanged and not checked.
-        """
+        """Return a call as plain text; `arguments` is the text of a JSON object and inserted unchanged."""
         name_part = json.dumps({self.name_key: name}).removesuffix("}")
         call = f"{name_part}, {json.dumps(self.arguments_key)}: {arguments}}}"
         return f"{self.begin}\n{call}\n</tool_call>"
 
 
 def checked_tools(tools: Iterable[Tool]) -> list[Tool]:
-    """Return the tools as a list, in order; [] if there are none.
+    """Return the tools as a list, in order.
 
-    Raises ConfigError if `tools` cannot be iterated or is a single text, if a tool is not a mapping with a function, if
-    its name is missing or not a text of 1 to 64 letters, digits, _, . and -, if its parameters are not a mapping with
-    text keys, or if the tools cannot be written as JSON. Missing or empty parameters are allowed.
+    Raises ConfigError unless each is a mapping with a function, whose name has 1 to 64 letters, digits, _, . and -,
+    whose parameters are a mapping with text keys or missing, and which can be written as JSON.
     """
     checked: list[Tool] = listed("tools", tools)
     for tool in checked:
@@ -120,13 +101,11 @@ def checked_tools(tools: Iterable[Tool]) -> list[Tool]:
 def format_of(render: Callable[..., str], tokenizer: Any) -> CallFormat:
     """Return the form of calls in a chat template, found by letting it write a call.
 
+    It is `CallFormat()`, plain text, if the template fails, or does not write tools, results and calls as JSON objects.
+
     Args:
         render: renders a list of messages with the chat template; takes the keyword argument `tools`.
-        tokenizer: a transformers tokenizer. It tells which text before the JSON consists of special tokens.
-
-    Returns:
-        The form, with `native=True`. It is `CallFormat()`, plain text, if the template does not write tools, results,
-        and calls as JSON objects; or if `render` raises an error, because templates are code of the model's author.
+        tokenizer: a transformers tokenizer; it tells which text before the JSON consists of special tokens.
     """
     tool = {
         "name": _PROBE_NAME,
@@ -174,8 +153,7 @@ def format_of(render: Callable[..., str], tokenizer: Any) -> CallFormat:
 def calls_in(text: str) -> list[PastCall]:
     """Return the calls of a turn, in order, from its text: a JSON list of objects with a name and arguments.
 
-    Text after the list is ignored. Returns [] for an empty list. Raises ConfigError for text that does not begin with
-    such a list, and for a name that no tool can have; a damaged or too deeply nested list is such text.
+    Text after the list is ignored. Raises ConfigError for text that does not begin with such a list.
 
     >>> calls_in('[{"name": "add", "arguments": {"a": 1}}]')
     [{'name': 'add', 'arguments': {'a': 1}}]
@@ -202,25 +180,13 @@ def _is_call(value: object) -> bool:
 
 
 def call_message(name: str, arguments: Mapping[str, object], number: int) -> dict[str, object]:
-    """Return a call in the form that templates take: a dict with id, type and function.
-
-    Args:
-        name: name of the tool.
-        arguments: the arguments of the call; the dict holds a copy.
-        number: place of the call in the conversation, from 0; its id is this number as nine digits.
-    """
+    """Return a call in the form that templates take; its id is `number`, its place in the conversation."""
     function = {"name": name, "arguments": dict(arguments)}
     return {"id": f"{number:09}", "type": "function", "function": function}
 
 
 def result_message(name: str, text: str, number: int) -> dict[str, object]:
-    """Return the result of a call as a chat message: a dict with role "tool", name, tool_call_id and content.
-
-    Args:
-        name: name of the tool.
-        text: the result.
-        number: the number that its call was given in `call_message`.
-    """
+    """Return the result of a call as a chat message; `number` is that of its `call_message`."""
     return {"role": "tool", "name": name, "tool_call_id": f"{number:09}", "content": text}
 
 
@@ -242,10 +208,9 @@ class CallReader:
         self._has_text = False
 
     def push(self, piece: str) -> str:
-        """Take a piece of the answer; return the text that certainly belongs to no call, "" if there is no such text.
+        """Take a piece of the answer; return the text that certainly belongs to no call.
 
-        Holds back text that may be the beginning of a call, and everything after a call has begun; `finish` returns
-        that. Raises nothing for any text.
+        Holds back text that may be the beginning of a call, and everything after a call has begun.
         """
         self._held += piece
         if self._is_reading_call:
@@ -283,9 +248,7 @@ class CallReader:
     def finish(self) -> tuple[str, list[ToolCall]]:
         """Return the text that is still held back (empty if it holds calls) and the calls, in order.
 
-        Raises nothing: JSON that is damaged, incomplete or nested too deeply ends the search, and JSON that is no call
-        of one of the tools is skipped. Text around the calls is dropped. Without a call, all held text is returned with
-        []. Nothing changes: a second call returns the same.
+        Damaged JSON ends the search, JSON that calls no tool is skipped, and text around calls is dropped.
         """
         text = self._held
         calls = []

@@ -51,22 +51,15 @@ def segments_of(
 ) -> list[Segment] | None:
     """Divide the prompt after its instruction into segments, or return None if no segment is found in it.
 
+    Found segments are of kind "chunk", the text between and after them of kind "question" and private. Nothing is
+    found in the last 32 tokens of the last message, or if fewer than 256 tokens are searched.
+
     Args:
         pieces: the pieces of the prompt in order. The last one that is searched ends the last message.
         kinds: features of the tokens of the vocabulary, which decide where passages are cut.
         recognise: finds captured texts in token ids, for example `recognise_captured`.
         private: whether the found segments belong to one session.
         repeated: whether a text that occurs several times is a segment each time, or the first time only.
-
-    Returns:
-        Found segments, of kind "chunk", and the text between and after them, of kind "question" and private, in the
-        order of the prompt; together they hold all tokens. None if fewer than 256 tokens are searched, or if no text is
-        found before the last 32 tokens of the last message.
-
-    Raises:
-        OverflowError: a token id is not below 2**63.
-        StoreError: raised by `recognise` if it searches a store that was closed. All errors of `recognise` pass
-            through.
     """
     ids = [token for piece in pieces for token in piece.token_ids]
     regions = _searched_regions(pieces)
@@ -137,22 +130,13 @@ def _find(
 def recognise_captured(
     token_ids: Sequence[int], look_up: Callable[[dict[int, list[int]]], Iterable[MarkedText]]
 ) -> list[tuple[range, str]]:
-    """Find captured texts in these tokens, word for word.
+    """Return (range of positions, chunk id) of each captured text in these tokens, word for word; ranges may overlap.
+
+    A text that occurs more than 32 times may not be found.
 
     Args:
         token_ids: the tokens to search.
-        look_up: takes mark → its places, and returns the captured texts that have one of the marks, for example
-            `ChunkCacheStore.marked_texts`.
-
-    Returns:
-        (range of positions, chunk id) of each occurrence, in no order; they may overlap. [] if there is no captured
-        text, or the text has fewer than 31 tokens; `look_up` is called even then. A mark with more than 32 places is
-        not looked up, so a text that occurs more often than that may not be found. A damaged row of `look_up` is
-        skipped without an error.
-
-    Raises:
-        StoreError: raised by `look_up` if the store was closed. All errors of `look_up` pass through.
-        OverflowError: a token id is not below 2**63.
+        look_up: takes mark → its places, and returns the captured texts that have one of the marks.
     """
     places, hashes = marks(token_ids)
     repeats = Counter(hashes.tolist())
@@ -180,8 +164,7 @@ def recognise_captured(
 def session_of(prompt: Prompt, session: str | None) -> str | None:
     """Return the session of a request: `session`, or without one a session named by the prompt's prefix.
 
-    The prefix ends with the last found segment, so equal prefixes get equal names: "prefix " and a digest of its
-    segment ids, 32 hex digits. Returns None without a session for a prompt without found segments.
+    The prefix ends with the last found segment; without found segments there is no session.
     """
     if session is not None or not any(segment.found for segment in prompt.segments):
         return session
@@ -205,21 +188,18 @@ def candidates_of(
 ) -> dict[str, Candidate]:
     """Return name → candidate to capture; the caller captures those whose names it has seen before.
 
-    There is a candidate for each found segment without a chunk-cache, after the instruction and `stand_in`. There is
-    another one for the whole prompt, if a found segment is not exact and no segment occurs twice before it; it ends
-    with the last such segment. Returns {} if nothing is left to capture, for example without found segments. Candidates
-    may be the beginning of others, see `largest`. Names are digests of 32 hexadecimal digits. Nothing is captured or
-    noted here.
+    There is one for each found segment without a chunk-cache, after the instruction and `stand_in`, and one for the
+    whole prompt up to its last found segment, if one is not exact and no segment occurs twice before it.
 
     Args:
         prompt: the prompt of the request.
-        plan: its plan, with one entry per segment of the prompt.
+        plan: its plan.
         session: session of the request, see `session_of`.
         scope: parts of the names that separate tenants and models, besides the session.
         stand_in: passages are captured after this fixed passage.
         shared: instruction for captures that all users may reuse, if the prompt's own instruction is private.
-        each_prefix: in a session, name the prefix up to each found segment, because a conversation's prompts grow and
-            no whole prompt is sent twice.
+        each_prefix: in a session, name the prefix up to each found segment, because no whole prompt of a
+            conversation is sent twice.
     """
     system, *_ = prompt.segments
     segments = tuple(replace(segment, found=False) for segment in prompt.segments)
@@ -268,11 +248,7 @@ def candidates_of(
 
 
 def largest(candidates: Iterable[Candidate]) -> list[Candidate]:
-    """Return the candidates that are not the beginning of another one, those with most segments first.
-
-    Capturing the longer candidate captures both. Only candidates of the same session are compared; of equal ones, the
-    first is returned. Returns [] if no candidates are given.
-    """
+    """Return the candidates that are not the beginning of another one of their session, longest first."""
     kept: list[Candidate] = []
     for candidate in sorted(candidates, key=lambda item: -len(item.segments)):
         session, ids = candidate.identity

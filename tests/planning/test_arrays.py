@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -264,6 +265,15 @@ def test_token_ids_are_arrays_however_they_are_given(given_as: Callable[..., Any
     assert segment.token_ids.tolist() == [7, 2**31 - 1]
     assert segment == Segment("chunk", "a", (7, 2**31 - 1))
     assert segment != Segment("chunk", "a", (8, 2**31 - 1))
+
+
+def test_segments_of_one_prompt_reach_another_process_each_with_its_own_tokens() -> None:
+    ids = np.arange(5000, dtype=np.int32)
+    segment = Segment("chunk", "a", ids[10:20], private=True)
+    sent = pickle.dumps(segment)
+    assert len(sent) < 2000
+    assert pickle.loads(sent) == segment  # noqa: S301
+    assert pickle.loads(sent).token_ids.tolist() == list(range(10, 20))  # noqa: S301
 
 
 @pytest.mark.parametrize("given_as", [tuple, list, np.array])
