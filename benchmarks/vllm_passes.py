@@ -25,7 +25,7 @@ from cachecraft_rag.compute.rows import Rows
 from cachecraft_rag.engine.config import EngineConfig
 from cachecraft_rag.errors import UnsupportedModelError
 from cachecraft_rag.vllm.options import VLLMOptions
-from cachecraft_rag.vllm.served_model import ServedModel
+from cachecraft_rag.vllm.served_model import VLLMModel
 from cachecraft_rag.vllm.settings import ConnectorSettings
 
 _CHUNK = 48  # tokens of each of seven chunks, as many chunks as a prompt of 4,000 tokens has
@@ -58,7 +58,7 @@ def running(folder: Path, *, layers: int, compiled: bool) -> tuple[Any, Any]:
     torch.manual_seed(0)
     transformers.LlamaForCausalLM(config).float().save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
-    served = ServedModel.load(str(folder / "model"), dtype="float32", options=VLLMOptions())
+    served = VLLMModel.load(str(folder / "model"), dtype="float32", options=VLLMOptions())
     settings = ConnectorSettings(str(folder / "store"), served.identity, EngineConfig(), "a key")
     given: dict[str, Any] = {
         "dtype": "float32",

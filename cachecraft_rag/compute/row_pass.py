@@ -274,6 +274,8 @@ class RowPass:
         """Place the layer's chunk-caches, and do what `attend` does before the rows attend; see `WholePass`."""
         assert self.at_once is not None, "set before the pass began"
         assert not self._captures, "captures are of raw keys"
+        # also here, because layers that are launched hold the memory of their chunk-caches' copies
+        self._in_flight.add()
         self.at_once.place(layer)
         self._write(layer, q, k, v, settings)
 

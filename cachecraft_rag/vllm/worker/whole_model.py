@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from cachecraft_rag.compute.job import PrefillJob
 from cachecraft_rag.compute.kv_buffer import ResidentKV
 from cachecraft_rag.compute.rows import Rows
 from cachecraft_rag.compute.stack import WholeModel, WholePass
+from cachecraft_rag.errors import UnsupportedModelError
 from cachecraft_rag.model.layer_survey import in_order
 from cachecraft_rag.vllm.worker.interfaces import Attention, CausalLM
 from cachecraft_rag.vllm.worker.layers import WorkerLayer
@@ -127,8 +128,11 @@ def _attention_of_pass(
         value: Tensor,
         *_unused: object,
         output: Tensor,
-        **_named: Any,
+        output_scale: Tensor | None = None,
+        **_named: object,
     ) -> Tensor:
+        if output_scale is not None:
+            raise UnsupportedModelError("its attention writes quantised output")
         attend(index, query, key, value, output)
         return output
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -32,7 +33,6 @@ from cachecraft_rag.vllm.worker.fill_memory import UNLIMITED, FillMemory
 from cachecraft_rag.vllm.worker.filling import Filling
 from cachecraft_rag.vllm.worker.ranks import AnotherRankFailedError, RanksApartError, TensorParallel
 from cachecraft_rag.vllm.worker.stack import WorkerStack
-from cachecraft_rag.vllm.worker.streams import WorkerStream
 from cachecraft_rag.vllm.worker.whole_model import check_whole_model
 
 logger = logging.getLogger("cachecraft_rag.vllm")
@@ -44,6 +44,39 @@ _SLICE_S = 0.05  # while vLLM's own requests wait for the step
 _SLICE_ALONE_S = 0.25  # while vLLM has nothing to compute
 # while requests run, the thread that describes captures pauses this many times as long as it worked
 _RESTS = 4
+
+
+@dataclass(frozen=True)
+class WorkerStream:
+    """A device, and the stream that a vLLM worker computes on; None on a CPU.
+
+    For a thread that continues with the worker's results. With several ranks, and for some quantised kernels, vLLM
+    computes on another stream than the default one, on which a thread begins: it might read what is not written yet.
+    """
+
+    device: torch.device
+    stream: torch.cuda.Stream | None
+
+    @classmethod
+    def current(cls, device: torch.device) -> WorkerStream:
+        """Return the device and the stream that the calling thread computes on; without a stream if it is no GPU."""
+        stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        return cls(device, stream)
+
+    @contextmanager
+    def taken_over(self) -> Iterator[None]:
+        """Return a context in which the calling thread, too, computes on this device and stream.
+
+        Work of both threads runs in the order of submission.
+
+        With a single stream no events are needed, and memory that one thread frees is reused in the same order. Does
+        nothing on a CPU. Errors of the block pass.
+        """
+        if self.stream is None:
+            yield
+            return
+        with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
+            yield
 
 
 class Workers:
