@@ -46,6 +46,7 @@ COMMANDS = {
     "ttft": "Time to the first token: reuse against the model's own prefill, and other engines",
     "vllm-contract": "The names that we use of vLLM, checked in the wheels of its versions",
     "vllm-families": "Model families that vLLM runs: served from chunk-caches, or refused with the reason",
+    "vllm-passes": "Python's time in a pass over vLLM, layer by layer and all layers at once",
     "stream": "Recomputation and divergence over a stream of repeated questions",
 }
 _MODULES = {"eval": "evaluate"}  # where the module has another name

@@ -57,6 +57,11 @@ def _models() -> Iterator[Use]:
         module = f"vllm.model_executor.models.{family}"
         yield Use(module, f"{name}.__init__", keywords=("vllm_config", "prefix"))
         yield Use(module, f"{name}.embed_input_ids", parameters=("self", "input_ids"))
+        yield Use(
+            module,
+            f"{name}.forward",
+            parameters=("self", "input_ids", "positions", "intermediate_tensors"),
+        )
     for family in ("llama", "mistral", "qwen2", "qwen3"):
         module = f"vllm.model_executor.models.{family}"
         layer = f"{family.capitalize()}DecoderLayer"
@@ -100,7 +105,19 @@ USES: tuple[Use, ...] = (
             "kv_cache",
             "kv_sharing_target_layer_name",
         ),
-        text=("static_forward_context[prefix] = self",),
+        text=(
+            "static_forward_context[prefix] = self",
+            # A pass is the forward of each attention; without slots, vLLM's blocks are not written.
+            "self.impl.forward(",
+            "output=output,",
+            "layer_slot_mapping = slot_mapping.get(layer_name)",
+            "if layer_slot_mapping is not None:",
+        ),
+    ),
+    # Without metadata, vLLM does not tell the connector of each layer.
+    Use(
+        "vllm.model_executor.layers.attention.kv_transfer_utils",
+        text=("if attn_metadata is None or not connector.has_connector_metadata():",),
     ),
     Use("vllm.model_executor.layers.rotary_embedding", text=("_ROPE_DICT",)),
     Use(
@@ -113,8 +130,13 @@ USES: tuple[Use, ...] = (
         attributes=("use_long_rope",),
         text=('register_buffer(\n            "long_short_cos_sin_cache", long_short_cache',),
     ),
+    Use(
+        "vllm.forward_context",
+        "set_forward_context",
+        parameters=("attn_metadata", "vllm_config"),
+        keywords=("slot_mapping",),
+    ),
     # Models that vLLM runs with the layers of transformers.
-    Use("vllm.forward_context", "set_forward_context", parameters=("attn_metadata", "vllm_config")),
     Use(
         "vllm.model_executor.models.transformers",
         text=(

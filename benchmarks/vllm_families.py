@@ -50,7 +50,7 @@ ANSWER_TOKENS = 8
 LARGEST_ERROR = 1e-3  # of a log probability, in float32
 _CONTEXT = 1024
 _KEY = "the scan's key"
-_ENVIRONMENT = {
+ENVIRONMENT = {
     "VLLM_PLUGINS": "cachecraft",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_NO_USAGE_STATS": "1",
@@ -482,7 +482,7 @@ def main(
     ] = None,
 ) -> None:
     """Scan the model families that vLLM runs. Needs vLLM's CPU build."""
-    os.environ.update(_ENVIRONMENT)
+    os.environ.update(ENVIRONMENT)
     transformers.logging.set_verbosity_error()
     known: dict[str, FamilyResult] = {}
     if csv_path is not None and csv_path.exists():

@@ -31,7 +31,7 @@ from cachecraft_rag.compute.balance.speed import ComputeSpeed, PassKind
 from cachecraft_rag.compute.captures.capture import CaptureRecorder
 from cachecraft_rag.compute.job import PrefillJob, PrefillResult, ProbeRequest
 from cachecraft_rag.compute.kv_buffer import KVBuffer, ResidentKV
-from cachecraft_rag.compute.row_pass import Observer, RowPass
+from cachecraft_rag.compute.row_pass import AtOnce, Observer, RowPass
 from cachecraft_rag.compute.rows import RowReason, Rows
 from cachecraft_rag.compute.stack import Stack
 from cachecraft_rag.compute.stale_tokens.drift_correction import DriftCorrection, StaleChunk
@@ -61,7 +61,10 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """Run the next layer of this pass (`row_pass.advance`), alone or together with passes of other requests."""
+    """Advance this pass (`row_pass.advance`), alone or together with passes of other requests.
+
+    That is its next layer, or all layers of `RowPass.at_once`.
+    """
 
     row_pass: RowPass
 
@@ -232,8 +235,14 @@ class OverlappedPrefill:
 
         computing_s = self._start_clock()
         row_pass = self._pass(positions, recorder=self._recorder, drift=self._drift(edge))
-        for layer in range(self._layers):
+
+        def place(layer: int) -> None:
             self._place(layer, resident_before_edge, below=edge)
+
+        if self._can_run_at_once(row_pass):
+            yield from self._run_at_once(row_pass, self._layers, place)
+        while row_pass.layer < self._layers:
+            place(row_pass.layer)
             yield from self._run_layer(row_pass)
         row_pass.wait()
         self._measured(positions, computing_s(), "piece")
@@ -258,14 +267,23 @@ class OverlappedPrefill:
         row_pass = self._pass(
             positions, recorder=self._recorder, observer=focus, drift=self._drift(None)
         )
-        for layer in range(self._layers):
-            late = yield from self._wait_for_layer(layer, row_pass, take_over=True)
+
+        def place(layer: int) -> None:
             if layer >= placed_layers:
                 self._place(layer, self._resident)
+
+        while row_pass.layer < self._layers:
+            layer = row_pass.layer
+            is_loaded = self._loads.is_complete()
+            late = yield from self._wait_for_layer(layer, row_pass, take_over=True)
             joined_rows += len(late)
             if layer > 0:
                 self._late_segments |= set(self._rows.segment[late].tolist())
             yield from self._join(row_pass, late)
+            if focus is None and self._can_run_at_once(row_pass, is_loaded=is_loaded):
+                yield from self._run_at_once(row_pass, self._layers, place)
+                break
+            place(layer)
             yield from self._run_layer(row_pass)
             if focus is not None and focus.decide(layer):
                 row_pass.keep(self._rows_to_keep(row_pass.positions, focus.monitor))
@@ -303,10 +321,18 @@ class OverlappedPrefill:
         )
         timer = within(self._timer, "probe")
         row_pass = self._pass(probe.positions, observer=probe, absent=probe.absent, timer=timer)
-        for layer in range(probe.layers):
-            late = yield from self._wait_for_layer(layer, row_pass, take_over=False)
+
+        def place(layer: int) -> None:
             self._place(layer, self._resident)
+
+        while row_pass.layer < probe.layers:
+            is_loaded = self._loads.is_complete()
+            late = yield from self._wait_for_layer(row_pass.layer, row_pass, take_over=False)
             yield from self._join(row_pass, late)
+            if self._can_run_at_once(row_pass, is_loaded=is_loaded):
+                yield from self._run_at_once(row_pass, probe.layers, place)
+                break
+            place(row_pass.layer)
             yield from self._run_layer(row_pass)
         return self._replanned(request, probe), probe.layers
 
@@ -404,6 +430,27 @@ class OverlappedPrefill:
 
     def _run_layer(self, row_pass: RowPass) -> Generator[Step, bool, None]:
         self._row_layers += len(row_pass.positions)
+        yield Forward(row_pass)
+
+    def _can_run_at_once(self, row_pass: RowPass, *, is_loaded: bool = True) -> bool:
+        """Return True if the stack's `whole_model` can run this pass: nothing happens between its layers.
+
+        Args:
+            row_pass: the pass.
+            is_loaded: True if the pass will wait for no loads; ranks may differ.
+        """
+        model = self._stack.whole_model
+        if model is None or row_pass.layer or row_pass.has_captures:
+            return False
+        if len(row_pass.positions) > model.most_rows:
+            return False
+        return not self._stack.ranks.agree(frozenset(() if is_loaded else ("loading",)))
+
+    def _run_at_once(
+        self, row_pass: RowPass, layers: int, place: Callable[[int], None]
+    ) -> Generator[Step, bool, None]:
+        self._row_layers += layers * len(row_pass.positions)
+        row_pass.at_once = AtOnce(layers, place)
         yield Forward(row_pass)
 
     def _wait_for_layer(

@@ -6,7 +6,8 @@ buffer, and the rows attend to everything before them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -17,7 +18,13 @@ from torch import Tensor
 from cachecraft_rag.compute.captures.capture import CaptureRecorder, RecordedChunk
 from cachecraft_rag.compute.kv_buffer import KVBuffer
 from cachecraft_rag.compute.rows import Rows
-from cachecraft_rag.compute.stack import AttentionSettings, LayerPass, Stack
+from cachecraft_rag.compute.stack import (
+    AttentionSettings,
+    LayerPass,
+    RotaryTables,
+    Stack,
+    WholePass,
+)
 from cachecraft_rag.compute.stale_tokens.drift_correction import DriftCorrection
 from cachecraft_rag.compute.timing import Timer, untimed
 from cachecraft_rag.kernels.attention import attention, attention_with_mass
@@ -47,13 +54,26 @@ class Observer(Protocol):
         """
 
 
+@dataclass(frozen=True, slots=True)
+class AtOnce:
+    """A run of a pass through its first layers in one call of the stack's `whole_model`.
+
+    layers  number of layers; the last one only writes keys and values
+    place   places the chunk-caches of a layer, just before the layer's rows are written
+    """
+
+    layers: int
+    place: Callable[[int], object]
+
+
 class RowPass:
     """Rows on their way through the layers. A row attends to every earlier position that is computed or placed by then.
 
     Attributes:
         layer: index of the next layer to run.
         where: `positions` on the device.
-        hidden: `[streams, rows, hidden]`, input of the next layer.
+        ids: int64 `[rows]`, token ids of the rows.
+        at_once: set it before the first layer to run several layers in one call; None = one layer after the other.
         positions, recorder, absent, timer: see `__init__`.
     """
 
@@ -85,6 +105,7 @@ class RowPass:
             absent: int64, positions without keys and values, hidden from every row.
             timer: called with each part.
         """
+        self._stack = stack
         self._device = stack.device
         self._paths = stack.attention_paths
         self._buffer = buffer
@@ -97,11 +118,35 @@ class RowPass:
         self._hidden_keys = None if absent is None else self._on_device(absent)
 
         self.layer = 0
+        self.ids = ids
+        self.at_once: AtOnce | None = None
+        self._hidden: Tensor | None = None
         self._in_flight = LayersInFlight(stack.device)
         self._started_layer = -1  # the last layer in which `attend` began its changes
         self._finished_layer = -1  # the last layer in which `attend` finished its changes
         self._set_rows(positions)
-        self.hidden = stack.embed(ids)
+
+    @property
+    def hidden(self) -> Tensor:
+        """Input of the next layer, `[streams, rows, hidden]`; `[0]` after layers that ran at once."""
+        if self._hidden is None:
+            self._hidden = self._stack.embed(self.ids)
+        return self._hidden
+
+    @property
+    def next_layers(self) -> range:
+        """Layers that the next call of `advance` runs."""
+        return range(self.layer, self.layer + (1 if self.at_once is None else self.at_once.layers))
+
+    def runs_with(self, other: RowPass) -> bool:
+        """Return True if `advance` can run both together."""
+        is_at_once = self.at_once is not None
+        return self.next_layers == other.next_layers and is_at_once == (other.at_once is not None)
+
+    @property
+    def has_captures(self) -> bool:
+        """True if the recorder records rows of this pass."""
+        return bool(self._captures)
 
     def _on_device(self, positions: NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(positions)).to(self._device)
@@ -110,7 +155,7 @@ class RowPass:
         """Set the rows for the layers that follow."""
         self.positions = positions
         self.where = self._on_device(positions)
-        self._rotary = self._buffer.rotary.rows(self.where)
+        self._rotary_rows: RotaryTables | None = None
 
         self._watched_rows = slice(0)
         if self._observer is not None:
@@ -130,6 +175,13 @@ class RowPass:
         if self._drift is not None and self._rows is not None:
             self._drift.locate(self.positions, self._rows)
 
+    @property
+    def _rotary(self) -> RotaryTables:
+        """Tables of these rows; a pass that runs at once needs none."""
+        if self._rotary_rows is None:
+            self._rotary_rows = self._buffer.rotary.rows(self.where)
+        return self._rotary_rows
+
     def update(self, rows: Rows) -> None:
         """Replace the rows after a load failed: drift correction then learns from RECOMPUTED ones only."""
         self._rows = rows
@@ -137,8 +189,18 @@ class RowPass:
 
     def layer_launched(self, hidden: Tensor) -> None:
         """Take a layer's output as the next one's input; on a GPU, block while too many layers are not computed."""
-        self.hidden = hidden
+        self._hidden = hidden
         self.layer += 1
+        self._in_flight.add()
+
+    def launched_at_once(self) -> None:
+        """Continue after the layers of `at_once`, which were just launched; `hidden` is empty from then on.
+
+        Blocks and raises as `layer_launched`.
+        """
+        assert self.at_once is not None, "set before the pass began"
+        self._hidden = torch.empty(0)
+        self.layer += self.at_once.layers
         self._in_flight.add()
 
     def wait(self) -> None:
@@ -154,14 +216,21 @@ class RowPass:
         assert other.layer == self.layer, "only passes at the same layer can join"
         positions = np.concatenate((self.positions, other.positions))
         order = np.argsort(positions, kind="stable")
+        order_on_device = self._on_device(order)
+        if self.layer:
+            self._hidden = torch.cat((self.hidden, other.hidden), dim=1)[:, order_on_device]
+        else:
+            self._hidden = None
+        self.ids = torch.cat((self.ids, other.ids))[order_on_device]
         self._set_rows(positions[order])
-        self.hidden = torch.cat((self.hidden, other.hidden), dim=1)[:, self._on_device(order)]
 
     def keep(self, chosen: NDArray[np.bool_]) -> None:
         """Keep only the rows for which `chosen`, bool `[rows]`, is True. A chunk that loses a row is not recorded."""
         kept = np.flatnonzero(chosen)
+        kept_on_device = self._on_device(kept)
+        self._hidden = self.hidden[:, kept_on_device]
+        self.ids = self.ids[kept_on_device]
         self._set_rows(self.positions[kept])
-        self.hidden = self.hidden[:, self._on_device(kept)]
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, settings: AttentionSettings
@@ -172,39 +241,23 @@ class RowPass:
         calls the observer. If the layer ran before, correction and observer are left out, and the rest is done again.
         RuntimeError if an earlier call for this layer failed before these were done: neither can be done twice.
         """
-        merged = self._buffer.kv[layer]  # [2, positions, kv_heads, head_dim]
-        visible, visible_to_watched = self._visibility(settings.window)
-        # a joint forward failed after this, and runs again
-        is_repeated = layer == self._finished_layer
-        self._check_repeatable(layer, is_repeated)
-        self._started_layer = layer
-
         with self.timer("placing"):
             cos, sin = self._rotary.of_layer(layer)
             queries = rotate(q, cos, sin)
             keys = rotate(k, cos, sin)
 
-        if self._drift is not None and not is_repeated:
-            with self.timer("drift"):
-                self._drift.correct(layer, merged, keys, v)
-
-        with self.timer("placing"):
-            scatter_rows(merged, keys, v, self.where)
-
+        self._write(layer, queries, keys, v, settings)
         if self.recorder is not None:
             self.recorder.record(layer, self._captures, (queries, k, v), settings)
-        if self._observer is not None and not is_repeated:
-            watched_queries = queries[self._watched_rows]
-            self._observer.observe(layer, watched_queries, merged[0], visible_to_watched, settings)
-        self._finished_layer = layer
 
-        with self.timer("attention"):
-            if self.recorder is not None and self._edges is not None:
+        if self.recorder is not None and self._edges is not None:
+            merged = self._buffer.kv[layer]
+            with self.timer("attention"):
                 out, mass = attention_with_mass(
                     queries,
                     merged[0],
                     merged[1],
-                    visible,
+                    self._visibility(settings.window)[0],
                     self._edges,
                     scale=settings.scale,
                     softcap=settings.softcap,
@@ -213,11 +266,51 @@ class RowPass:
                 )
                 self.recorder.add_mass(layer, self._captures, mass)
                 return out
+        return self.attend_rotated(layer, queries, settings)
+
+    def write_rotated(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, settings: AttentionSettings
+    ) -> None:
+        """Place the layer's chunk-caches, and do what `attend` does before the rows attend; see `WholePass`."""
+        assert self.at_once is not None, "set before the pass began"
+        assert not self._captures, "captures are of raw keys"
+        # also here, because layers that are launched hold the memory of their chunk-caches' copies
+        self._in_flight.add()
+        self.at_once.place(layer)
+        self._write(layer, q, k, v, settings)
+
+    def _write(
+        self, layer: int, queries: Tensor, keys: Tensor, v: Tensor, settings: AttentionSettings
+    ) -> None:
+        """Correct drift, write the rows' rotated keys and their values, and call the observer."""
+        merged = self._buffer.kv[layer]  # [2, positions, kv_heads, head_dim]
+        # a joint forward failed after this, and runs again
+        is_repeated = layer == self._finished_layer
+        self._check_repeatable(layer, is_repeated)
+        self._started_layer = layer
+
+        if self._drift is not None and not is_repeated:
+            with self.timer("drift"):
+                self._drift.correct(layer, merged, keys, v)
+
+        with self.timer("placing"):
+            scatter_rows(merged, keys, v, self.where)
+
+        if self._observer is not None and not is_repeated:
+            watched_queries = queries[self._watched_rows]
+            visible_to_watched = self._visibility(settings.window)[1]
+            self._observer.observe(layer, watched_queries, merged[0], visible_to_watched, settings)
+        self._finished_layer = layer
+
+    def attend_rotated(self, layer: int, q: Tensor, settings: AttentionSettings) -> Tensor:
+        """Attend with rotated queries, once the layer's keys and values are written; see `WholePass`."""
+        merged = self._buffer.kv[layer]
+        with self.timer("attention"):
             return attention(
-                queries,
+                q,
                 merged[0],
                 merged[1],
-                visible,
+                self._visibility(settings.window)[0],
                 scale=settings.scale,
                 softcap=settings.softcap,
                 sinks=settings.sinks,
@@ -287,6 +380,20 @@ class _JointPass:
             outputs.append(row_pass.attend(layer, q[rows], k[rows], v[rows], settings))
         return torch.cat(outputs)
 
+    def write_rotated(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, settings: AttentionSettings
+    ) -> None:
+        """Write pass by pass, see `WholePass`."""
+        for row_pass, rows in zip(self.passes, self._slices, strict=True):
+            row_pass.write_rotated(layer, q[rows], k[rows], v[rows], settings)
+
+    def attend_rotated(self, layer: int, q: Tensor, settings: AttentionSettings) -> Tensor:
+        """Attend pass by pass; return their outputs joined, `[rows, heads, head_dim]`."""
+        outputs = []
+        for row_pass, rows in zip(self.passes, self._slices, strict=True):
+            outputs.append(row_pass.attend_rotated(layer, q[rows], settings))
+        return torch.cat(outputs)
+
 
 def plain_rows(layer_pass: LayerPass, layer: int) -> list[LayerRow]:
     """Return `RowPass.addresses` of a pass, or of joint passes in order, if all are `plain`; else []."""
@@ -300,10 +407,13 @@ def plain_rows(layer_pass: LayerPass, layer: int) -> list[LayerRow]:
 def advance(stack: Stack, passes: Sequence[RowPass]) -> None:
     """Run the next layer as one forward of all passes, which must have reached the same layer.
 
-    The passes may belong to different requests. If the layer raises, all passes stay at this layer; RuntimeError if it
-    failed before and cannot be repeated (`RowPass.attend`). On a GPU, blocks while too many layers of a pass are not
-    computed yet.
+    Passes with `RowPass.at_once` run all of its layers, see `RowPass.runs_with`. The passes may belong to different
+    requests. If the layer raises, all passes stay at this layer; RuntimeError if it failed before and cannot be
+    repeated (`RowPass.attend`). On a GPU, blocks while too many layers of a pass are not computed yet.
     """
+    if passes[0].at_once is not None:
+        _run_at_once(stack, passes, passes[0].at_once.layers)
+        return
     layer = passes[0].layer
     if len(passes) == 1:
         only = passes[0]
@@ -319,3 +429,17 @@ def advance(stack: Stack, passes: Sequence[RowPass]) -> None:
 
     for row_pass, rows_output in zip(passes, outputs, strict=True):
         row_pass.layer_launched(rows_output)
+
+
+def _run_at_once(stack: Stack, passes: Sequence[RowPass], layers: int) -> None:
+    assert stack.whole_model is not None, "`at_once` is set for these stacks only"
+    ids = passes[0].ids
+    positions = passes[0].where
+    whole_pass: WholePass = passes[0]
+    if len(passes) > 1:
+        ids = torch.cat([row_pass.ids for row_pass in passes])
+        positions = torch.cat([row_pass.where for row_pass in passes])
+        whole_pass = _JointPass(passes)
+    stack.whole_model.run(ids, positions, whole_pass, layers)
+    for row_pass in passes:
+        row_pass.launched_at_once()

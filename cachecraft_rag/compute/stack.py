@@ -3,6 +3,7 @@
 Stack         one rank's decoder layers
 RotaryTables  cos and sin of some positions, for each kind of layer
 LayerPass     what a layer's attention calls: a pass of some rows
+WholeModel    a model's own forward, which runs a pass through many layers in one call, see `WholePass`
 Ranks         what tensor-parallel ranks have to agree on; `Alone` where there is one rank
 """
 
@@ -52,6 +53,50 @@ class LayerPass(Protocol):
         A prefill or decode step also writes the rows' rotated keys and their values to the request's buffer here. `q`
         `[rows, heads, head_dim]`, `k` and `v` `[rows, kv_heads, head_dim]` are not rotated. Returns `[rows, heads,
         head_dim]`, before the output projection. For a layer that failed before see `row_pass.RowPass.attend`.
+        """
+
+
+class WholePass(Protocol):
+    """A pass of some rows in a `WholeModel`, whose layers rotate queries and keys themselves."""
+
+    def write_rotated(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, settings: AttentionSettings
+    ) -> None:
+        """Write the rows' keys and values of one layer.
+
+        Args:
+            layer: index of the layer; each layer is written once, in ascending order.
+            q: rotated queries `[rows, heads, head_dim]`.
+            k: rotated keys `[rows, kv_heads, head_dim]`.
+            v: values of the same shape.
+            settings: attention settings of the layer.
+        """
+
+    def attend_rotated(self, layer: int, q: Tensor, settings: AttentionSettings) -> Tensor:
+        """Return the attention's output `[rows, heads, head_dim]`, before the layer's output projection."""
+
+
+class WholeModel(Protocol):
+    """A model's own forward, perhaps compiled.
+
+    Its layers rotate keys before anyone sees them, and nothing can be done between two layers. So it runs no pass that
+    captures (raw keys), waits for loads, or may drop or join rows on the way.
+
+    Attributes:
+        most_rows: most rows of a call.
+    """
+
+    most_rows: int
+
+    def run(self, ids: Tensor, positions: Tensor, whole_pass: WholePass, layers: int) -> None:
+        """Run rows through the first layers. The last of these writes keys and values, and attends to nothing.
+
+        Args:
+            ids: int64 `[rows]`, token ids, on the device.
+            positions: int64 `[rows]`, positions of the rows in their prompts, on the device.
+            whole_pass: the pass, or several joint passes, whose rows these are. What it raises is raised after the last
+                layer.
+            layers: number of layers, at most all.
         """
 
 
@@ -110,6 +155,7 @@ class Stack(Protocol):
             packed.
         attention_paths: the fastest ways to attend on this CPU.
         memory: of the requests' keys and values.
+        whole_model: runs passes through many layers in one call; None if layers run one after the other only.
     """
 
     layout: KVLayout
@@ -118,6 +164,7 @@ class Stack(Protocol):
     keys_per_row: float
     attention_paths: AttentionPaths
     memory: Recycler
+    whole_model: WholeModel | None
 
     @property
     def ranks(self) -> Ranks:

@@ -19,7 +19,14 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from cachecraft_rag.compute.stack import Alone, AttentionSettings, LayerPass, Ranks, keys_per_row_of
+from cachecraft_rag.compute.stack import (
+    Alone,
+    AttentionSettings,
+    LayerPass,
+    Ranks,
+    WholeModel,
+    keys_per_row_of,
+)
 from cachecraft_rag.errors import ConfigError, UnsupportedModelError
 from cachecraft_rag.kernels.attention_paths import UNMEASURED
 from cachecraft_rag.kernels.memory import Recycler
@@ -154,6 +161,7 @@ class Decoder:
         self.ranks: Ranks = Alone()
         self.attention_paths = UNMEASURED
         self.memory = Recycler()
+        self.whole_model: WholeModel | None = None
         config = model.config
         parts = _parts_of(model)
         assert parts is not None, "refused above"

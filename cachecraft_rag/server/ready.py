@@ -55,15 +55,17 @@ def first_request(args: ServerArguments, *, needs_key: bool = False) -> str:
     return " \\\n  ".join([f"curl {_address(args)}/v1/chat/completions", *options])
 
 
-async def announce(args: ServerArguments, *, needs_key: bool = False) -> None:
+async def announce(args: ServerArguments, *, needs_key: bool = False, note: str = "") -> None:
     """Log that the server is ready, and a first request, once it accepts connections.
 
-    Arguments as in `first_request`. Waits as long as the server takes; raises nothing but CancelledError.
+    Arguments as in `first_request`; `note` is a sentence for operators. Waits as long as the server takes; raises
+    nothing but CancelledError.
     """
     while not await _accepts_connections(args):
         await asyncio.sleep(_RETRY_S)
     logger.info(
-        "Ready. A question with a document, for another terminal:\n%s",
+        "Ready.%s A question with a document, for another terminal:\n%s",
+        f" Note: {note}." if note else "",
         first_request(args, needs_key=needs_key),
     )
 

@@ -80,6 +80,8 @@ class VLLMBackend:
     Attributes:
         new_variants: captures chunks that were reused and fixed, while the engine is idle.
         audits: compares answers with full prefill, while the engine is idle.
+        layer_by_layer: reason why the worker fills all prompts layer by layer, once `check_reuse` has run; "" if it
+            does not.
 
     Raises:
         ConfigError: if answers are to be audited and vLLM's options do not allow it.
@@ -109,6 +111,7 @@ class VLLMBackend:
         self._calls = calls
         self._key = key
         self._look_up = look_up
+        self.layer_by_layer = ""
         self.new_variants = IdleVariants(config.new_variants, self._capture_missing)
         results = AuditResults(
             config.audit,
@@ -152,6 +155,8 @@ class VLLMBackend:
 
     def check_reuse(self) -> None:
         """Run the `self_check` and remove its captures. Returns None if reuse is exact, or could not be checked.
+
+        Sets `layer_by_layer` if the worker cannot run passes through vLLM's own forward.
 
         If the context is too short for the check, or the store keeps no captures, a warning is logged and nothing is
         raised: reuse is then unchecked.
@@ -211,6 +216,7 @@ class VLLMBackend:
         step = self._last_step(self._prompt(asked), self._one_token(asked, logprobs=compared))
         likeliest = _by_likelihood(step)
         report = step.report.get(FIELD, {"refused": "vLLM has reported nothing about it"})
+        self.layer_by_layer = report.get("layer_by_layer", "")
         segments = [SegmentReport.from_dict(values) for values in report.get("segments", ())]
         taken = sum(
             len(segment.token_ids) - outcome.recomputed - outcome.not_loaded

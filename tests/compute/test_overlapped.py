@@ -31,6 +31,7 @@ from cachecraft_rag.compute.driver import prefill, run
 from cachecraft_rag.compute.job import EarlyTermination, PrefillJob, PrefillResult, ProbeRequest
 from cachecraft_rag.compute.kv_buffer import ResidentKV
 from cachecraft_rag.compute.overlapped import Forward, OverlappedPrefill, Steps
+from cachecraft_rag.compute.row_pass import advance
 from cachecraft_rag.compute.rows import RowReason, Rows
 from cachecraft_rag.compute.stack import Alone, Ranks
 from cachecraft_rag.model.decoder import Decoder
@@ -47,6 +48,7 @@ from cachecraft_rag.types.captures import Capture, TokenScores
 from cachecraft_rag.types.digests import digest
 from cachecraft_rag.types.store_reasons import LoadFailure, Unavailable
 from cachecraft_rag.types.variants import LoadedVariant, Variant, VariantKey
+from tests.compute.whole_decoder import WholeDecoder
 
 MakeDecoder = Callable[..., Decoder]
 BOUNDS = [0, 20, 170, 320, 470, 500]  # system, three chunks of two extents and a bit, question
@@ -436,6 +438,42 @@ def test_no_deeper_layer_of_a_focused_chunk_that_is_recomputed_is_read(
     by_chunk = [set(layers[first : first + 3]) for first in (0, 3, 6)]
     assert {1} in by_chunk  # of what is focused no layer after the first
     assert {6} in by_chunk
+
+
+@pytest.mark.gate
+@pytest.mark.parametrize("is_loaded", [True, False])
+def test_a_pass_runs_at_once_if_it_waits_for_nothing(
+    decoder: Decoder, disk: Disk, monkeypatch: pytest.MonkeyPatch, *, is_loaded: bool
+) -> None:
+    """Keys and values are those of layers one after the other, with drift correction."""
+    recomputed = [BOUNDS[chunk] + offset for chunk in (1, 2, 3) for offset in range(0, 90, 7)]
+    rows = Rows.of(BOUNDS, new=QUESTION, recomputed=recomputed)
+    job = PrefillJob(IDS, rows, loading="layerwise", reused=(1, 2, 3), drift=0.5)
+
+    def result_of() -> PrefillResult:
+        loads = disk.loads(readers=0)
+        if is_loaded:
+            loads.read()
+        steps = OverlappedPrefill(decoder, job, loads, ComputeSpeed(decoder.keys_per_row)).steps()
+        step = next(steps)
+        while True:
+            if isinstance(step, overlapped.Wait):
+                while not step.ready():
+                    read_one(loads)
+            else:
+                advance(decoder, [step.row_pass])
+            try:
+                step = steps.send(True)
+            except StopIteration as end:
+                return cast(PrefillResult, end.value)
+
+    expected = result_of()
+    model = WholeDecoder(decoder)
+    monkeypatch.setattr(decoder, "whole_model", model)
+    result = result_of()
+    torch.testing.assert_close(result.buffer.kv, expected.buffer.kv, rtol=0, atol=1e-5)
+    assert result.row_layers == expected.row_layers
+    assert model.runs == ([(len(rows.open()), 6)] if is_loaded else [])
 
 
 def probe_of(chunks: Sequence[int] = (1, 2, 3), in_full: Sequence[int] = ()) -> ProbeRequest:

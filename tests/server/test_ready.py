@@ -72,14 +72,15 @@ def test_the_first_request_shows_where_a_key_goes() -> None:
     assert "secret" not in with_key
 
 
+@pytest.mark.parametrize("note", ["", "prompts are filled layer by layer: of this test"])
 def test_ready_is_logged_once_the_server_accepts_connections(
-    caplog: pytest.LogCaptureFixture, tmp_path: Path
+    note: str, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     caplog.set_level(logging.INFO, "cachecraft_rag.server")
     args = arguments(uds=str(tmp_path / "socket"))
 
     async def start() -> None:
-        waiting = asyncio.create_task(announce(args))
+        waiting = asyncio.create_task(announce(args, note=note))
         for _ in range(3):
             await asyncio.sleep(0)
         assert not caplog.records
@@ -97,7 +98,7 @@ def test_ready_is_logged_once_the_server_accepts_connections(
 
     asyncio.run(start())
     (line,) = caplog.messages
-    assert line.startswith("Ready.")
+    assert line.startswith(f"Ready. Note: {note}." if note else "Ready. A question")
     assert line.endswith(first_request(args))
 
 

@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 pytest.importorskip("vllm")
 
 from cachecraft_rag.compute.decode import extend
+from cachecraft_rag.compute.stack import WholePass
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.kernels.memory import Recycler
 from cachecraft_rag.model.decoder import Decoder
@@ -27,6 +29,7 @@ from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.types.documents import Chunk
 from cachecraft_rag.types.prompts import Prompt
 from cachecraft_rag.vllm.messages import Ask
+from cachecraft_rag.vllm.worker.whole_model import VLLMForward
 from tests.vllm.conftest import TEXTS, Server
 
 KETTLE, GUARANTEE = "How is the kettle descaled?", "What does the guarantee cover?"
@@ -146,10 +149,43 @@ def assert_equal(found: Any, one: Expected, layers: int) -> None:
     for segment, (focus, in_focus, spared) in zip(found.report["segments"], one.focus, strict=True):
         assert segment["focus"] == (None if focus is None else pytest.approx(focus, rel=1e-3))
         assert (segment["in_focus"], segment["spared"]) == (in_focus, spared)
+    assert "layer_by_layer" not in found.report  # vLLM's own forward runs most passes
     # vLLM computes the last token itself
     assert found.report["row_layers"] == one.row_layers - layers
     assert found.tokens == one.tokens
     assert found.logprobs == pytest.approx(one.logprobs, abs=LOGPROBS_APART)
+
+
+@pytest.fixture
+def whole_runs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Rows and layers of each call of vLLM's own forward for a pass, in this process."""
+    run = VLLMForward.run
+    runs: list[tuple[int, int]] = []
+
+    def counted(
+        forward: VLLMForward, ids: Tensor, positions: Tensor, whole_pass: WholePass, layers: int
+    ) -> None:
+        runs.append((len(ids), layers))
+        run(forward, ids, positions, whole_pass, layers)
+
+    monkeypatch.setattr(VLLMForward, "run", counted)
+    return runs
+
+
+def assert_passes_ran_at_once(
+    server: Server, cases: dict[str, Expected], layers: int, runs: list[tuple[int, int]]
+) -> None:
+    """Two calls with a probe and one without; none where rows are dropped on the way."""
+    for name, depths in {
+        "five chunks, as by default": [layers // 2, layers],
+        "drift without probe": [layers],
+        "nothing reused": [layers],
+        "early termination": [layers // 2],
+    }.items():
+        runs.clear()
+        (ask,) = asks_of({name: cases[name]})
+        assert_equal(server.ask([ask])[0], cases[name], layers)
+        assert [depth for _, depth in runs] == depths, name
 
 
 def asks_of(cases: dict[str, Expected]) -> list[Ask]:
@@ -166,6 +202,7 @@ def test_rows_and_answers_are_those_of_the_hugging_face_engine(
     make_server: Callable[..., Server],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    whole_runs: list[tuple[int, int]],
 ) -> None:
     """In buffers that hold NaN wherever nothing is written."""
     fresh = Recycler.empty
@@ -194,6 +231,7 @@ def test_rows_and_answers_are_those_of_the_hugging_face_engine(
     assert any(any(one.recomputed) for one in cases.values())
     server = make_server(folder, tmp_path / "caches")
     assert_all_equal(server, cases, layers)
+    assert_passes_ran_at_once(server, cases, layers, whole_runs)
     (plain,) = server.ask([cases["nothing reused"].prompt.token_ids])
     assert (plain.tokens, plain.report) == (cases["nothing reused"].tokens, {})
 
@@ -264,6 +302,7 @@ def test_compiled(
     make_server: Callable[..., Server],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    whole_runs: list[tuple[int, int]],
 ) -> None:
     """vLLM compiles its forward, and its layers, which are those of our passes. Llama and Mistral: see below."""
     # In this process: three starts of Python with vLLM take longer than the compiler.
@@ -274,6 +313,7 @@ def test_compiled(
     cases, layers = primed_cases(family, tmp_path / "caches")
     server = make_server(model_folder(family), tmp_path / "caches", enforce_eager=False)
     assert_all_equal(server, cases, layers)
+    assert_passes_ran_at_once(server, cases, layers, whole_runs)
     assert count(None) > before
 
 

@@ -17,8 +17,7 @@ from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.vllm.served_model import ModelIdentity
 from cachecraft_rag.vllm.settings import ConnectorSettings
 from cachecraft_rag.vllm.worker.ranks import OneRank
-from cachecraft_rag.vllm.worker.streams import WorkerStream
-from cachecraft_rag.vllm.worker.working import Workers
+from cachecraft_rag.vllm.worker.working import Workers, WorkerStream
 
 GPU = torch.device("cuda:1")
 

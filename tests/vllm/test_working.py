@@ -57,6 +57,7 @@ class BlockStack:
         self.slots = torch.full(layout.shape(blocks * BLOCK), torch.nan)
         self.forwards: list[int] = []
         self.ranks = OneRank()
+        self.whole_model: Any = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.decoder, name)

@@ -146,7 +146,9 @@ class ChatWithDocuments:
         prometheus_client.REGISTRY.register(ServerCollector(engine, reported))
         needs_key = bool(vllm.envs.VLLM_API_KEY)
         # kept here, because the loop holds tasks weakly
-        state.cachecraft.announcement = loop.create_task(announce(args, needs_key=needs_key))
+        state.cachecraft.announcement = loop.create_task(
+            announce(args, needs_key=needs_key, note=engine.layer_by_layer)
+        )
 
 
 class Endpoint:

@@ -218,6 +218,11 @@ class ServerEngine(AnswerEngine):
         """
         return self._backend.transfer(ask)
 
+    @property
+    def layer_by_layer(self) -> str:
+        """Reason why the worker fills all prompts layer by layer, once `check_reuse` has run; "" if it does not."""
+        return self._backend.layer_by_layer
+
     def check_reuse(self) -> None:
         """Run the self-check of the model's chunk-caches, then measure and set `min_prompt_tokens`, in tokens.
 

@@ -147,7 +147,12 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
             )
         else:
             self._end = self._workers = Workers(
-                stack, self._store, self._settings, block_size=block_size, memory=memory
+                stack,
+                self._store,
+                self._settings,
+                block_size=block_size,
+                memory=memory,
+                whole_model=stack.vllm_forward(),
             )
 
     @property

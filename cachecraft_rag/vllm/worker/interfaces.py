@@ -129,6 +129,9 @@ class CausalLM(Protocol):
     def parameters(self) -> Iterator[Tensor]:
         """Yield the weights."""
 
+    def __call__(self, input_ids: Tensor, positions: Tensor, intermediate_tensors: None) -> object:
+        """Return the hidden states of the rows `[rows]`, each token id at its position."""
+
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
         """Return the embeddings `[rows, hidden]` of token ids, int64 `[rows]`."""
 

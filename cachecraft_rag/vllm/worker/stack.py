@@ -1,5 +1,7 @@
 """A vLLM worker's model as a `Stack`: stock layers, run one by one with raw keys and our own attention.
 
+Most passes run through all layers in one call instead, see `whole_model`.
+
 While a layer runs, two attributes of it are set and removed again: its rotary embedding is the identity, so that
 queries and keys arrive raw (biases and norms applied), and its attention is the running pass. Most of vLLM's layers
 carry (hidden, residual); both travel in one tensor `[2, rows, hidden]`. Layers without a residual carry one stream.
@@ -23,7 +25,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from cachecraft_rag.compute.stack import LayerPass, keys_per_row_of
+from cachecraft_rag.compute.stack import LayerPass, WholeModel, keys_per_row_of
 from cachecraft_rag.errors import UnsupportedModelError
 from cachecraft_rag.kernels.attention_paths import UNMEASURED
 from cachecraft_rag.kernels.memory import Recycler
@@ -38,6 +40,7 @@ from cachecraft_rag.vllm.worker.layers import (
     survey_transformers_layers,
 )
 from cachecraft_rag.vllm.worker.ranks import OneRank, TensorParallel
+from cachecraft_rag.vllm.worker.whole_model import VLLMForward
 
 
 class WorkerStack:
@@ -70,6 +73,7 @@ class WorkerStack:
         self.keys_per_row = keys_per_row_of(model.config)
         self.attention_paths = UNMEASURED
         self.memory = Recycler()
+        self.whole_model: WholeModel | None = None
         if self.device.type == "cpu":
             self.attention_paths = measured_paths(
                 self.dtype,
@@ -169,6 +173,10 @@ class WorkerStack:
         if raised:
             raise raised[0]
         return out
+
+    def vllm_forward(self) -> VLLMForward:
+        """Return the model's own forward, which may become `whole_model` once it is checked."""
+        return VLLMForward(self._model, self._layers)
 
     def write_blocks(self, kv: Tensor, slots: Tensor, first: int) -> None:
         """Copy a finished buffer into vLLM's blocks, in all layers. `kv` stays as it is.

@@ -7,11 +7,13 @@ the same run it as one forward pass.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -20,7 +22,8 @@ from cachecraft_rag.compute.balance.speed import ComputeSpeed
 from cachecraft_rag.compute.captures.write_back import CaptureContext, Ended, WriteBackQueue
 from cachecraft_rag.compute.driver import Work, run
 from cachecraft_rag.compute.job import PrefillResult
-from cachecraft_rag.compute.row_pass import advance
+from cachecraft_rag.compute.row_pass import RowPass, advance
+from cachecraft_rag.compute.stack import WholeModel
 from cachecraft_rag.planning.planner import exact_shares
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.store.loading.loader import Loader
@@ -30,16 +33,50 @@ from cachecraft_rag.vllm.worker.fill_memory import UNLIMITED, FillMemory
 from cachecraft_rag.vllm.worker.filling import Filling
 from cachecraft_rag.vllm.worker.ranks import AnotherRankFailedError, RanksApartError, TensorParallel
 from cachecraft_rag.vllm.worker.stack import WorkerStack
-from cachecraft_rag.vllm.worker.streams import WorkerStream
+from cachecraft_rag.vllm.worker.whole_model import check_whole_model
 
 logger = logging.getLogger("cachecraft_rag.vllm")
 
-# Time per step that is spent on filling, though at least one layer of one pass is computed. A step costs vLLM some
-# milliseconds, and a request that arrives during a step waits for its end.
+# Time per step that is spent on filling, though at least one layer of one pass is computed, or all of them at once:
+# then, as in vLLM's own prefill, up to max_num_batched_tokens rows. A step costs vLLM some milliseconds, and a request
+# that arrives during a step waits for its end.
 _SLICE_S = 0.05  # while vLLM's own requests wait for the step
 _SLICE_ALONE_S = 0.25  # while vLLM has nothing to compute
 # while requests run, the thread that describes captures pauses this many times as long as it worked
 _RESTS = 4
+
+
+@dataclass(frozen=True)
+class WorkerStream:
+    """A device, and the stream that a vLLM worker computes on; None on a CPU.
+
+    For a thread that continues with the worker's results. With several ranks, and for some quantised kernels, vLLM
+    computes on another stream than the default one, on which a thread begins: it might read what is not written yet.
+    """
+
+    device: torch.device
+    stream: torch.cuda.Stream | None
+
+    @classmethod
+    def current(cls, device: torch.device) -> WorkerStream:
+        """Return the device and the stream that the calling thread computes on; without a stream if it is no GPU."""
+        stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        return cls(device, stream)
+
+    @contextmanager
+    def taken_over(self) -> Iterator[None]:
+        """Return a context in which the calling thread, too, computes on this device and stream.
+
+        Work of both threads runs in the order of submission.
+
+        With a single stream no events are needed, and memory that one thread frees is reused in the same order. Does
+        nothing on a CPU. Errors of the block pass.
+        """
+        if self.stream is None:
+            yield
+            return
+        with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
+            yield
 
 
 class Workers:
@@ -50,6 +87,7 @@ class Workers:
     Args:
         block_size: tokens per vLLM block.
         memory: memory of fillings on a GPU.
+        whole_model: the model's own forward; before the first filling it is checked, and used if it is right.
     """
 
     def __init__(
@@ -60,11 +98,14 @@ class Workers:
         *,
         block_size: int,
         memory: FillMemory = UNLIMITED,
+        whole_model: WholeModel | None = None,
     ) -> None:
         self._stack = stack
         self._store = store
         self._memory = memory
         self._block_size = block_size
+        self._unchecked = whole_model
+        self._layer_by_layer = ""  # reason why passes do not run at once
         self._ranks = stack.ranks
         self.first_rank = stack.ranks.rank == 0
         self._speed = ComputeSpeed(stack.keys_per_row)
@@ -143,6 +184,8 @@ class Workers:
     ) -> None:
         for name in gone:
             self._drop(name)
+        if new:
+            self._check_whole_model()
         self._round([([fill], partial(self._begin, fill)) for fill in new.values()])
         for name in [
             name for name, ids in self._storing.items() if not self._write_back.pending(ids)
@@ -162,6 +205,35 @@ class Workers:
             # Several ranks must run the same layers, so they ignore the clock.
             if self._ranks.size == 1 and time.perf_counter() > deadline:
                 return
+
+    def _check_whole_model(self) -> None:
+        """Use the model's own forward if its first pass is right on all ranks; otherwise log why it is not used."""
+        model = self._unchecked
+        if model is None:
+            return
+        self._unchecked = None
+        self._ranks.act(0)
+        try:
+            with self._turn():
+                reason = check_whole_model(self._stack, model)
+        except RanksApartError:
+            raise
+        except AnotherRankFailedError:
+            reason = ""
+        # whatever vLLM raises, requests are served without it
+        except Exception as error:
+            logger.exception("vLLM's own forward failed over the rows of a pass")
+            reason = f"it raised {error!r}"
+        self._ranks.act(1)
+        reasons = self._ranks.agree(frozenset((reason,) if reason else ()))
+        if not reasons:
+            self._stack.whole_model = model
+            return
+        self._layer_by_layer = (
+            "prompts are filled layer by layer, which takes longer on a GPU, because vLLM's own forward cannot compute "
+            f"passes: {min(reasons)}; please report it"
+        )
+        logger.warning("%s", self._layer_by_layer)
 
     def finished(self) -> set[str]:
         """Return the ids of requests that wait for nothing here any more, as a new set; each is returned once.
@@ -329,33 +401,41 @@ class Workers:
         self._done.add(name)  # vLLM keeps the blocks until it is reported
 
     def _group(self, idle: bool) -> list[Filling]:
-        """Return the first filling that can compute, and all others whose next layer is the same.
+        """Return the first filling that can compute, and all others that run the same layers next.
 
-        New variants are included only if `idle`. On a GPU others join while their rows fit the reserved memory.
+        New variants are included only if `idle`. Others join while their rows fit the reserved memory of a GPU, and
+        those that the model's own forward takes.
         """
-        most_rows = self._memory.longest()
         group: list[Filling] = []
-        layer = -1
+        first: RowPass | None = None
         rows = 0
         for filling in self._fillings.values():
             row_pass = filling.row_pass
             if row_pass is None or (filling.fill.ask.waits and not idle):
                 continue
             more = len(row_pass.positions)
-            if not group:
-                layer = row_pass.layer
-            elif row_pass.layer != layer or (most_rows is not None and rows + more > most_rows):
+            if first is None:
+                first = row_pass
+            elif not row_pass.runs_with(first) or rows + more > self._most_rows(first):
                 continue
             group.append(filling)
             rows += more
         return group
 
+    def _most_rows(self, row_pass: RowPass) -> float:
+        """Return the most rows that may run together in a forward like that of this pass."""
+        longest = self._memory.longest()
+        limits = [math.inf if longest is None else longest]
+        if row_pass.at_once is not None and self._stack.whole_model is not None:
+            limits.append(self._stack.whole_model.most_rows)
+        return min(limits)
+
     def _run_layer(self, group: list[Filling]) -> int:
-        """Run one layer of these fillings as one forward pass; return the number of rows."""
+        """Run the next layers of these fillings as one forward pass; return the number of rows, summed over layers."""
         passes = [filling.row_pass for filling in group if filling.row_pass is not None]
         for filling in group:
             filling.begin_layer()
-        rows = sum(len(row_pass.positions) for row_pass in passes)
+        rows = sum(len(row_pass.positions) * len(row_pass.next_layers) for row_pass in passes)
 
         def run() -> None:
             with self._turn():
@@ -387,7 +467,10 @@ class Workers:
                         planned.recomputed_share,
                         tokens=planned.variant.tokens,
                     )
-        self._reports[fill.request_id] = filling.report()
+        report = filling.report()
+        if self._layer_by_layer:
+            report["layer_by_layer"] = self._layer_by_layer
+        self._reports[fill.request_id] = report
         del self._fillings[fill.request_id]
         if fill.ask.when_stored:
             self._storing[fill.request_id] = captured

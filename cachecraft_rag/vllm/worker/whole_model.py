@@ -1,0 +1,192 @@
+"""vLLM's own forward over the rows of a pass: one call for all layers, compiled where vLLM compiles its model.
+
+While it runs, `forward` of each attention's implementation is replaced by the running pass; vLLM looks it up at each
+call, from compiled code too. The pass gets rotated queries and keys, and writes and attends in its own buffer: vLLM's
+blocks stay as they are.
+
+`WorkerStack.layer` still runs layers one after the other where that is needed:
+
+- captures: raw keys are stored, and these layers rotate them
+- passes that wait for a disk or a remote between layers, or that drop rows on the way (early termination "published")
+- passes with more rows than vLLM's max_num_batched_tokens, for which its code is not compiled
+- all passes, if `check_whole_model` finds a difference
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from cachecraft_rag.compute.driver import prefill
+from cachecraft_rag.compute.job import PrefillJob
+from cachecraft_rag.compute.kv_buffer import ResidentKV
+from cachecraft_rag.compute.rows import Rows
+from cachecraft_rag.compute.stack import WholeModel, WholePass
+from cachecraft_rag.errors import UnsupportedModelError
+from cachecraft_rag.model.layer_survey import in_order
+from cachecraft_rag.vllm.worker.interfaces import Attention, CausalLM
+from cachecraft_rag.vllm.worker.layers import WorkerLayer
+
+if TYPE_CHECKING:
+    from cachecraft_rag.vllm.worker.stack import WorkerStack
+
+# Largest relative difference of keys and values that rounding explains, by dtype.
+_TOLERANCE = {"float32": 1e-3, "float16": 0.03, "bfloat16": 0.1}
+# The prompt of the check: an instruction, a stored chunk of which every fourth token is recomputed, and a question.
+_BOUNDS = (0, 8, 32, 40)
+
+
+class _PassEnded(Exception):  # ends a forward after its last layer; nothing failed
+    """Ends the forward once all keys and values that the pass needs are written."""
+
+
+class VLLMForward:
+    """The `WholeModel` of a rank inside a vLLM worker.
+
+    Args:
+        model: vLLM's model.
+        layers: its layers, in order.
+    """
+
+    def __init__(self, model: CausalLM, layers: Sequence[WorkerLayer]) -> None:
+        self._model = model
+        self._layers = layers
+        self.most_rows = int(model.vllm_config.scheduler_config.max_num_batched_tokens)
+
+    def run(self, ids: Tensor, positions: Tensor, whole_pass: WholePass, layers: int) -> None:
+        """Run rows through the first layers, see `compute.stack.WholeModel`.
+
+        With several ranks, all of them have to call it. After an error of the pass, layers continue with zeros, because
+        other ranks wait for their sums.
+        """
+        from vllm.forward_context import set_forward_context
+
+        raised: list[Exception] = []
+
+        def attend(index: int, query: Tensor, key: Tensor, value: Tensor, output: Tensor) -> None:
+            is_last = index == layers - 1
+            try:
+                if not raised:
+                    attended = _attended(
+                        self._layers[index], index, (query, key, value), whole_pass, is_last=is_last
+                    )
+                    if attended is not None:
+                        output.copy_(attended.view_as(output))
+            except Exception as error:  # noqa: BLE001  # raised again below
+                raised.append(error)
+            if is_last:
+                raise _PassEnded
+            if raised:
+                output.zero_()
+
+        try:
+            with (
+                _attention_of_pass(self._layers, attend),
+                # without metadata vLLM's own attention computes nothing, and without slots it writes nothing
+                set_forward_context(None, self._model.vllm_config, slot_mapping={}),
+            ):
+                # int32 as in vLLM's buffers: compiled code does not check it, and would compute nonsense
+                self._model(ids.int(), positions, None)
+        except _PassEnded:
+            pass
+        if raised:
+            raise raised[0]
+
+
+def _attended(
+    layer: WorkerLayer,
+    index: int,
+    states: tuple[Tensor, Tensor, Tensor],
+    whole_pass: WholePass,
+    *,
+    is_last: bool,
+) -> Tensor | None:
+    """Write the rows of one layer, and attend unless it is the last one; the result is in the order of the queries."""
+    width = layer.attention.head_size
+    q, k, v = (part.reshape(part.shape[0], -1, width) for part in states)
+    q = in_order(q, layer.order)
+    whole_pass.write_rotated(index, q, in_order(k, layer.order), v, layer.settings)
+    return None if is_last else whole_pass.attend_rotated(index, q, layer.settings)
+
+
+@contextmanager
+def _attention_of_pass(
+    layers: Sequence[WorkerLayer], attend: Callable[[int, Tensor, Tensor, Tensor, Tensor], None]
+) -> Iterator[None]:
+    """Replace the forward of each attention's implementation by `attend`."""
+
+    def forward(
+        index: int,
+        _attention: Attention,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *_unused: object,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        **_named: object,
+    ) -> Tensor:
+        if output_scale is not None:
+            raise UnsupportedModelError("its attention writes quantised output")
+        attend(index, query, key, value, output)
+        return output
+
+    with ExitStack() as replaced:
+        for index, layer in enumerate(layers):
+            implementation = layer.attention.impl
+            implementation.forward = partial(forward, index)
+            replaced.callback(delattr, implementation, "forward")
+        yield
+
+
+@torch.inference_mode()
+def check_whole_model(stack: WorkerStack, model: WholeModel) -> str:
+    """Compute a small prompt with and without the model's own forward; return how they differ, or "" if they agree.
+
+    The prompt has a stored chunk whose drift is corrected. Errors of the forward pass. With several ranks, all of them
+    have to call it, and it raises AnotherRankFailedError and RanksApartError as passes do.
+    """
+    job = _job_of_check(stack)
+    try:
+        expected = prefill(stack, job).buffer.kv
+    finally:
+        stack.whole_model = model
+    try:
+        found = prefill(stack, job).buffer.kv
+    finally:
+        stack.whole_model = None
+    computed = torch.from_numpy(job.rows.open()).to(stack.device)
+    is_stale = torch.ones(_BOUNDS[-1], dtype=torch.bool, device=stack.device)
+    is_stale[computed] = False
+    largest = 0.0
+    for which in (~is_stale, is_stale):
+        wanted = expected[:, :, which].float().flatten(2)
+        difference = found[:, :, which].float().flatten(2) - wanted
+        relative = difference.norm(dim=-1) / wanted.norm(dim=-1).clamp(min=1e-6)
+        # NaN is not larger than anything, and must not pass
+        largest = max(largest, float(torch.nan_to_num(relative, nan=float("inf")).max()))
+    if largest <= _TOLERANCE[stack.layout.dtype]:
+        return ""
+    return f"its keys and values differ by up to {largest:.2g} of their size"
+
+
+def _job_of_check(stack: WorkerStack) -> PrefillJob:
+    chunk = range(_BOUNDS[1], _BOUNDS[2])
+    generator = torch.Generator().manual_seed(0)
+    # the heads of all ranks: each takes its own ones
+    heads = stack.layout.kv_heads * stack.ranks.size
+    shape = (stack.layout.layers, 2, len(chunk), heads, stack.layout.head_dim)
+    stored = torch.randn(shape, generator=generator).to(stack.dtype)
+    new = [*range(_BOUNDS[1]), *range(_BOUNDS[2], _BOUNDS[3])]
+    return PrefillJob(
+        range(_BOUNDS[-1]),
+        Rows.of(_BOUNDS, new=new, recomputed=chunk[::4]),
+        resident=[ResidentKV(chunk.start, stored)],
+        reused=[1],
+        drift=0.5,
+    )
