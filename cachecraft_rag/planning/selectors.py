@@ -187,4 +187,5 @@ def _highest(scores: np.ndarray, budget: int) -> NDArray[np.int64]:
     is_chosen = values > lowest
     ties = np.flatnonzero(values == lowest)
     is_chosen[ties[: budget - np.count_nonzero(is_chosen)]] = True
-    return candidates[is_chosen]
+    chosen: NDArray[np.int64] = candidates[is_chosen]
+    return chosen

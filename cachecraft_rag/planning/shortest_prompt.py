@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from cachecraft_rag.planning.config import DEFAULT_RATIO, ReuseConfig
 from cachecraft_rag.types.digests import digest
-from cachecraft_rag.types.prompts import Prompt, Segment
+from cachecraft_rag.types.prompts import Prompt, Segment, token_array
 
 logger = logging.getLogger("cachecraft_rag")
 
@@ -140,7 +140,7 @@ def prompts_of(tokens: int, *, vocabulary: int) -> tuple[Prompt, Prompt]:
     start = secrets.token_hex(8)  # other engines on the same store use other names
 
     def segment(kind: str, length: int, number: int) -> Segment:
-        ids = tuple(dice.randrange(vocabulary) for _ in range(length))
+        ids = token_array([dice.randrange(vocabulary) for _ in range(length)])
         name = digest("shortest prompt", start, str(tokens), kind, str(number))
         return Segment(kind, name, ids, private=kind == "question")  # type: ignore[arg-type]
 

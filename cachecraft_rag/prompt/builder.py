@@ -36,7 +36,7 @@ from cachecraft_rag.prompt.tools import (
 from cachecraft_rag.prompt.unmarked import PromptPiece, Recognise, segments_of
 from cachecraft_rag.types.digests import digest
 from cachecraft_rag.types.documents import CHUNK_ID_KEY, Chunk
-from cachecraft_rag.types.prompts import Prompt, Segment
+from cachecraft_rag.types.prompts import Prompt, Segment, token_array
 
 logger = logging.getLogger("cachecraft_rag.prompt")
 
@@ -226,9 +226,8 @@ class PromptBuilder:
         self._head: str | None = None
         self._head, _ = self._cut([])
         ids = self._encode(self._head, special=True, after=_WORD)
-        self.system = Segment(
-            "system", digest("system", " ".join(map(str, ids))), ids, private=private_system
-        )
+        name = digest("system", " ".join(map(str, ids)))
+        self.system = Segment("system", name, token_array(ids), private=private_system)
 
     @cached_property
     def calls(self) -> CallFormat:
@@ -252,7 +251,7 @@ class PromptBuilder:
             return known
         text = chunk.text + "\n\n"
         ids = self._encode(text, special=False, before=_LINE_END, after=_WORD)
-        segment = Segment("chunk", chunk.chunk_id, ids)
+        segment = Segment("chunk", chunk.chunk_id, token_array(ids))
         self._known.put(segment)
         return segment
 
@@ -645,4 +644,4 @@ def _question_segment(pieces: Sequence[PromptPiece]) -> Segment:
     ids = tuple(token for piece in pieces for token in piece.token_ids)
     name = digest("question", " ".join(map(str, ids)))
     closing = len(pieces[-1].token_ids)
-    return Segment("question", name, ids, private=True, closing=closing)
+    return Segment("question", name, token_array(ids), private=True, closing=closing)

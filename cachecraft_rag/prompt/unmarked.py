@@ -23,7 +23,7 @@ from cachecraft_rag.planning.found_text import TokenKinds, find_segments, marks
 from cachecraft_rag.planning.planner import Plan
 from cachecraft_rag.store.catalog.found_texts import MarkedText
 from cachecraft_rag.types.digests import digest, digest_of_tokens, passage_id
-from cachecraft_rag.types.prompts import Prompt, Segment
+from cachecraft_rag.types.prompts import Prompt, Segment, token_array
 
 # Takes token ids; returns the places of captured texts in them, each with its chunk id.
 Recognise = Callable[[Sequence[int]], list[tuple[range, str]]]
@@ -86,7 +86,7 @@ def segments_of(
     for place, name in sorted(places, key=lambda item: item[0].start):
         if place.start > start:
             segments.append(_text_between(ids, start, place.start))
-        token_ids = tuple(ids[place.start : place.stop])
+        token_ids = token_array(ids[place.start : place.stop])
         segments.append(Segment("chunk", name, token_ids, private=private, found=True))
         start = place.stop
     segments.append(_text_between(ids, start, len(ids)))
@@ -107,7 +107,7 @@ def _searched_regions(pieces: Sequence[PromptPiece]) -> list[range]:
 def _text_between(ids: Sequence[int], start: int, stop: int) -> Segment:
     tokens = tuple(ids[start:stop])
     name = digest("between", str(start), " ".join(map(str, tokens)))
-    return Segment("question", name, tokens, private=True)
+    return Segment("question", name, token_array(tokens), private=True)
 
 
 def _find(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +21,7 @@ def token_array(token_ids: Sequence[int] | NDArray[np.integer]) -> TokenIds:
     """
     if isinstance(token_ids, np.ndarray):
         if token_ids.dtype == np.int32:
-            return token_ids
+            return cast(TokenIds, token_ids)
         token_ids = token_ids.tolist()  # a cast would cut off bits
     # twice as fast as np.array
     return np.fromiter(token_ids, np.int32, len(token_ids))
@@ -77,7 +77,8 @@ class Prompt:
     @property
     def token_ids(self) -> list[int]:
         """The token ids of all segments, in order, as a new list, as vLLM and tokenizers take them."""
-        return self.token_array.tolist()
+        ids: list[int] = self.token_array.tolist()
+        return ids
 
     @property
     def bounds(self) -> list[int]:

@@ -512,7 +512,7 @@ def _by_likelihood(step: Step) -> list[tuple[int, float]]:
 def _with_question(segments: Sequence[Segment]) -> Prompt:
     """Return a prompt of these segments, with the question that a request must have."""
     end = int(segments[-1].token_ids[-1])
-    question = Segment("question", "capture", (end, end), private=True)
+    question = Segment("question", "capture", token_array((end, end)), private=True)
     return Prompt((*segments, question))
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from cachecraft_rag.errors import UnsupportedModelError
 from cachecraft_rag.planning.config import ReuseConfig, ReuseMethod
 from cachecraft_rag.types.digests import digest
-from cachecraft_rag.types.prompts import Prompt, Segment
+from cachecraft_rag.types.prompts import Prompt, Segment, token_array
 from cachecraft_rag.vllm.messages import Ask
 
 logger = logging.getLogger("cachecraft_rag.vllm")
@@ -68,9 +68,9 @@ def check_prompt(vocabulary: int, *, block_size: int, context_length: int) -> Pr
     names = [digest("self-check", start, str(own)) for own in ids]
     return Prompt(
         (
-            Segment("system", names[0], ids[0]),
-            Segment("chunk", names[1], ids[1]),
-            Segment("question", names[2], ids[2], private=True),
+            Segment("system", names[0], token_array(ids[0])),
+            Segment("chunk", names[1], token_array(ids[1])),
+            Segment("question", names[2], token_array(ids[2]), private=True),
         )
     )
 

@@ -321,7 +321,7 @@ class PlainPrompts:
         system = Segment(
             "system",
             digest("system", " ".join(map(str, head))),
-            head,
+            token_array(head),
             private=True,  # an application that marks nothing may put a user's text there
         )
         prompt = Prompt((system, *tail[:-1], replace(tail[-1], closing=len(pieces[-1].token_ids))))
