@@ -205,6 +205,8 @@ def from_extra(extra: str, purpose: str) -> Iterator[None]:
     """
     try:
         yield
+    except MissingPackageError:
+        raise
     except ImportError as error:
         raise missing_package(extra, purpose, str(error)) from error
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from setuptools import setup
 
 ROOT = Path(__file__).resolve().parents[1]
-EXTRAS = ("langchain", "llama-index", "retrieval")
+EXTRAS = ("haystack", "langchain", "llama-index", "retrieval")
 NEED_TORCH = ("torch", "sentence-transformers")
 
 

@@ -211,6 +211,12 @@ with HTTPEngine.connect(url) as engine:
     chain = CacheCraftGenerator(llm=ChatCacheCraft(engine=engine))
     print(chain.invoke({"context": [Document("Descale it.")], "input": "How?"}))
 """,
+    "Haystack": """
+from haystack import Document
+from cachecraft_rag.haystack import CacheCraftGenerator
+with HTTPEngine.connect(url) as engine:
+    print(CacheCraftGenerator(engine=engine).run("How?", [Document(content="Descale it.")])["replies"])
+""",
     "LlamaIndex": """
 from llama_index.core.schema import NodeWithScore, TextNode
 from cachecraft_rag.llama_index import CacheCraftSynthesizer
@@ -233,6 +239,26 @@ url = sys.argv[1]
     with serving(answering) as url:  # type: ignore[arg-type]
         printed = run_without(("torch",), code + CLIENTS[client], url, cwd=tmp_path)
     assert printed
+
+
+def test_without_torch_a_command_that_needs_it_says_what_to_install(tmp_path: Path) -> None:
+    code = """
+from cachecraft_rag.cli import main
+sys.argv = ["cachecraft", "doctor", "--store", "s"]
+try:
+    main()
+except SystemExit as ended:
+    print(ended.code)
+"""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", BLOCK.format(names=("torch",)) + code],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.stdout.strip() == "2", done.stderr
+    assert "type: pip install cachecraft-rag" in " ".join(done.stderr.split())
 
 
 def test_without_torch_an_engine_says_what_to_install(tmp_path: Path) -> None:

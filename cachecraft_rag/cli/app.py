@@ -19,6 +19,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from cachecraft_rag import __version__
+from cachecraft_rag.checks import missing_package
 from cachecraft_rag.cli.console import err, print_error
 from cachecraft_rag.errors import CacheCraftError
 
@@ -282,6 +283,11 @@ def main() -> None:
         app()
     except CacheCraftError as error:
         print_error(error)
+        sys.exit(2)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":  # which cachecraft-rag-client leaves out
+            raise
+        print_error(missing_package("", "This command", str(error)))
         sys.exit(2)
     except OSError as error:
         if error.errno not in OUTPUT_ERRORS or error.filename is not None:

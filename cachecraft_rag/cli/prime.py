@@ -133,7 +133,7 @@ def _opened(settings: Settings, server: str | None) -> AnswerEngine:
             from cachecraft_rag.client.http import HTTPEngine
 
             return HTTPEngine.connect(server, system=settings.given().get("system"))
-        from cachecraft_rag.engine.engine import Engine
+        from cachecraft_rag.engine.loading import engine_loader
 
         options.quiet_libraries()
-        return Engine.from_pretrained(settings["model"], store=settings["store"], config=config)
+        return engine_loader()(settings["model"], store=settings["store"], config=config)

@@ -9,7 +9,7 @@ from haystack import Document, component, default_from_dict, default_to_dict
 from cachecraft_rag.checks import check_kind, check_names
 from cachecraft_rag.engine.base import AnswerEngine
 from cachecraft_rag.engine.documents import chunks_of
-from cachecraft_rag.engine.engine import Engine
+from cachecraft_rag.engine.loading import engine_loader
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.serving.sampling import SamplingOptions, sampling_from
 
@@ -36,7 +36,7 @@ class _OverEngine:
         check_kind("engine", engine, AnswerEngine, optional=True)
         self._settings = {"model": model, "store": store, "engine_options": engine_options}
         self._shared = engine
-        self._opened: Engine | None = None
+        self._opened: AnswerEngine | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -51,7 +51,7 @@ class _OverEngine:
             return self._shared
         if self._opened is None:
             model, store, options = self._settings.values()
-            self._opened = Engine.from_pretrained(model, store=store, **(options or {}))
+            self._opened = engine_loader()(model, store=store, **(options or {}))
         return self._opened
 
     def warm_up(self) -> None:
