@@ -2,9 +2,9 @@
 
     python -m benchmarks.local_server --pairs 20 --out local_server.json
 
-Both ask the same engine in turn, in alternating order, over the same chunks in the same order with another question
-each time; the server is asked over a socket, as a stream. Then eight requests decode at once, both ways. The output is
-JSON:
+Both ask the same engine in turn, in alternating order, over the same four chunks, in another order and with another
+question in each pair; the server is asked over a socket, as a stream. Then eight requests decode at once, both ways.
+The output is JSON:
 
     {"tokens_prompt": …, "ttft_s": {"engine": …, "server": …, "ratio": …, "ratio_range": […, …]},
      "eight": {"engine": tokens per second, "server": tokens per second, "one_by_one": tokens per second}}
@@ -19,6 +19,8 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import permutations
+from math import factorial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -35,9 +37,8 @@ from cachecraft_rag.types.documents import Chunk
 
 HANDBOOK = Path(__file__).parents[1] / "examples" / "handbook"
 CLIENTS = 8
-Ask = Callable[
-    [str, int], tuple[float, float]
-]  # question, tokens → seconds to first token, and to the end
+# chunks, question, tokens of the answer → seconds to the first token, and to the end
+Ask = Callable[[list[Chunk], str, int], tuple[float, float]]
 
 
 @contextmanager
@@ -58,10 +59,10 @@ def serving(engine: Engine, config: EngineConfig) -> Iterator[str]:
         thread.join()
 
 
-def direct(engine: Engine, chunks: list[Chunk]) -> Ask:
+def direct(engine: Engine) -> Ask:
     """Ask the engine."""
 
-    def ask(question: str, tokens: int) -> tuple[float, float]:
+    def ask(chunks: list[Chunk], question: str, tokens: int) -> tuple[float, float]:
         began = time.perf_counter()
         sampling = SamplingParams(max_new_tokens=tokens)
         answer = engine.stream(question, chunks, sampling=sampling)
@@ -74,10 +75,10 @@ def direct(engine: Engine, chunks: list[Chunk]) -> Ask:
     return ask
 
 
-def over_http(client: httpx.Client, url: str, chunks: list[Chunk]) -> Ask:
+def over_http(client: httpx.Client, url: str) -> Ask:
     """Ask the server."""
 
-    def ask(question: str, tokens: int) -> tuple[float, float]:
+    def ask(chunks: list[Chunk], question: str, tokens: int) -> tuple[float, float]:
         body = {
             "messages": [{"role": "user", "content": question}],
             "documents": [{"text": chunk.text} for chunk in chunks],
@@ -98,22 +99,25 @@ def over_http(client: httpx.Client, url: str, chunks: list[Chunk]) -> Ask:
     return ask
 
 
-def paired(ways: dict[str, Ask], pairs: int, tokens: int) -> dict[str, list[float]]:
+def paired(
+    ways: dict[str, Ask], chunks: list[Chunk], pairs: int, tokens: int
+) -> dict[str, list[float]]:
     """Times to the first token of each way, asked in turn."""
     times: dict[str, list[float]] = {name: [] for name in ways}
     for pair in range(pairs):
         names = list(ways) if pair % 2 else list(ways)[::-1]
+        order = list(list(permutations(chunks))[pair % factorial(len(chunks))])
         for name in names:
-            ttft, _ = ways[name](f"What does it say about number {pair}?", tokens)
+            ttft, _ = ways[name](order, f"What does it say about number {pair}?", tokens)
             times[name].append(ttft)
     return times
 
 
-def together(ask: Ask, clients: int, tokens: int) -> float:
+def together(ask: Ask, chunks: list[Chunk], clients: int, tokens: int) -> float:
     """Tokens per second of so many requests at once."""
     began = time.perf_counter()
     with ThreadPoolExecutor(clients) as threads:
-        list(threads.map(lambda n: ask(f"Tell me about part {n}.", tokens), range(CLIENTS)))
+        list(threads.map(lambda n: ask(chunks, f"Tell me about part {n}.", tokens), range(CLIENTS)))
     return CLIENTS * tokens / (time.perf_counter() - began)
 
 
@@ -128,11 +132,11 @@ def measured(pairs: int, tokens: int, letters: int) -> dict[str, object]:
         serving(engine, config) as url,
         httpx.Client(timeout=600) as client,
     ):
-        ways = {"engine": direct(engine, chunks), "server": over_http(client, url, chunks)}
+        ways = {"engine": direct(engine), "server": over_http(client, url)}
         for ask in (*ways.values(), *ways.values()):  # captures, and first uses of everything
-            ask("What is it about?", 2)
+            ask(chunks, "What is it about?", 2)
             engine.settle()
-        times = paired(ways, pairs, tokens=2)
+        times = paired(ways, chunks, pairs, tokens=2)
         ratios = [
             server / alone for alone, server in zip(times["engine"], times["server"], strict=True)
         ]
@@ -142,8 +146,8 @@ def measured(pairs: int, tokens: int, letters: int) -> dict[str, object]:
             "tokens_prompt": answer.stats.tokens_prompt,
             "ttft_s": {name: statistics.median(values) for name, values in times.items()}
             | {"ratio": statistics.median(ratios), "ratio_range": [min(ratios), max(ratios)]},
-            "eight": {name: together(ask, CLIENTS, tokens) for name, ask in ways.items()}
-            | {"one_by_one": together(ways["engine"], 1, tokens)},
+            "eight": {name: together(ask, chunks, CLIENTS, tokens) for name, ask in ways.items()}
+            | {"one_by_one": together(ways["engine"], chunks, 1, tokens)},
         }
 
 

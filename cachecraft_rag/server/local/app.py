@@ -61,6 +61,7 @@ T = TypeVar("T")
 Act = Callable[[Request], Awaitable[Response]]
 logger = logging.getLogger("cachecraft_rag.server")
 
+_PARSED_AT_ONCE = 1 << 18  # bytes, which take a millisecond; larger bodies are parsed in a thread
 _LAYOUT_THREADS = 4
 _SLOW_THREADS = 2  # for priming and eviction, which may take minutes
 _LOCAL_HOSTS = ("127.0.0.1", "localhost", "[::1]")
@@ -277,7 +278,11 @@ class LocalServer:
 
     async def _body(self, request: Request, *, models: Sequence[str] = ()) -> Body:
         """Return the JSON object of a request, whose model this server has."""
-        parsed = await self._in_thread(partial(_parsed, await _bytes(request)))
+        content = await _bytes(request)
+        if len(content) > _PARSED_AT_ONCE:
+            parsed = await self._in_thread(partial(_parsed, content))
+        else:  # sooner than a thread begins
+            parsed = _parsed(content)
         name = parsed.get("model")
         if name is not None and name not in (models or (self._settings.model,)):
             raise self._unknown_model(name)
