@@ -132,7 +132,8 @@ def _opened(settings: Settings, server: str | None) -> AnswerEngine:
         if server is not None:
             from cachecraft_rag.client.http import HTTPEngine
 
-            return HTTPEngine.connect(server, system=settings.given().get("system"))
+            system = settings["system"] if "system" in settings.given() else None
+            return HTTPEngine.connect(server, system=system)
         from cachecraft_rag.engine.loading import engine_loader
 
         options.quiet_libraries()

@@ -34,7 +34,11 @@ class _OverEngine:
         engine: AnswerEngine | None = None,
     ) -> None:
         check_kind("engine", engine, AnswerEngine, optional=True)
-        self._settings = {"model": model, "store": store, "engine_options": engine_options}
+        self._settings: dict[str, Any] = {
+            "model": model,
+            "store": store,
+            "engine_options": engine_options,
+        }
         self._shared = engine
         self._opened: AnswerEngine | None = None
 

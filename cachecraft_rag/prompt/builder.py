@@ -344,7 +344,7 @@ class PromptBuilder:
             found = segments_of(pieces, self.kinds, recognise, private=private, repeated=True)
         if found is None:
             return Prompt((_question_segment([PromptPiece(ids, is_searched=True)]),), room=room)
-        head = Segment("system", digest("system", str(ids[0])), ids[:1], private=True)
+        head = Segment("system", digest("system", str(ids[0])), token_array(ids[:1]), private=True)
         return Prompt((head, *found), room=room)
 
     def _stale_ids(self, chunks: Sequence[Chunk]) -> tuple[tuple[str, str], ...]:
