@@ -1,7 +1,7 @@
 """A language model for DSPy in this process: passages that a program repeats in its prompts are reused.
 
 DSPy writes prompts itself, so passages are found by their content: a passage is reused from the third prompt on
-(docs/guides/any_application.md). pip install dspy, besides the demo model (README.md).
+(docs/guides/any_application.md). pip install "dspy<3.5", which has this interface, besides the demo model (README.md).
 """
 
 from types import SimpleNamespace
