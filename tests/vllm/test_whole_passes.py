@@ -68,10 +68,10 @@ def report_of(workers: Workers, name: str = "r") -> Any:
     "changed",
     [
         {},
-        {"selector": "cache_craft"},
-        {"drift": 0.0},
+        {"method": {"selector": "cache_craft"}},
+        {"method": {"drift": 0.0}},
         {"recompute_ratio": 0.0},
-        {"early_termination": "probe", "recompute_ratio": 0.5},
+        {"method": {"early_termination": "probe"}, "recompute_ratio": 0.5},
     ],
     ids=["probe and drift", "drift", "probe", "nothing recomputed", "focus by the probe"],
 )
@@ -91,9 +91,10 @@ def test_blocks_are_those_of_layers_one_after_the_other(
     torch.testing.assert_close(filled(stack, fill), expected(engine, ask), rtol=0, atol=1e-5)
     (_, layers), *runs = model.runs
     assert layers == decoder.layout.layers
-    assert len(runs) == (
-        1 if changed.get("selector") or not changed.get("recompute_ratio", 1) else 2
+    has_probe = (
+        "selector" not in changed.get("method", {}) and changed.get("recompute_ratio") != 0.0
     )
+    assert len(runs) == (2 if has_probe else 1)
     assert runs[-1][1] == layers
     assert all(probed < layers for _, probed in runs[:-1])
     assert "layer_by_layer" not in report_of(workers)
@@ -107,8 +108,8 @@ def test_requests_of_one_step_run_as_one_call_while_their_rows_fit(
     workers_with: Callable[..., Workers],
 ) -> None:
     asks = [
-        ask_of(engine, [0, 2, 1], selector="cache_craft"),
-        ask_of(engine, [1, 0, 2], selector="cache_craft"),
+        ask_of(engine, [0, 2, 1], method={"selector": "cache_craft"}),
+        ask_of(engine, [1, 0, 2], method={"selector": "cache_craft"}),
     ]
     alone = WholeDecoder(decoder)
     fills = [fill_of(scheduling, ask, f"r{i}", first_block=20 * i) for i, ask in enumerate(asks)]
@@ -136,10 +137,12 @@ def test_captures_longer_passes_and_passes_that_drop_rows_run_layer_by_layer(
     dropping = ask_of(
         engine,
         [0, 2, 1],
-        early_termination="published",
-        early_termination_window=1,
         recompute_ratio=0.5,
-        selector="cache_craft",
+        method={
+            "early_termination": "published",
+            "early_termination_window": 1,
+            "selector": "cache_craft",
+        },
     )
     for name, ask, most_rows in (
         ("captures", Ask(fresh, config, captures=(1,), when_stored=True), 10_000),
