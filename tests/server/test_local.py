@@ -329,7 +329,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"stream": "yes"}, "stream"),
     ({"stream_options": {"usage": True}}, "usage: no such option"),
     ({"stop_token_ids": [5]}, "use stop for texts"),
-    ({"cachecraft": {"ratio": 1}}, "no such setting"),
+    ({"cachecraft": {"ratio": 1}}, "ratio: no such"),
     ({"max_tokens": 5000}, "the model's context is"),
     ({"stop": ""}, "stop"),
 ]
