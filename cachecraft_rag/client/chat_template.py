@@ -55,8 +55,7 @@ class ServedTokenizer:
     ) -> str:
         """Render messages as transformers does, in a separate process, and return the prompt's text.
 
-        The last 64 results are kept; equal arguments are not rendered again. After a ServerError nothing is rendered
-        any more: every call raises it again.
+        The last 64 results are kept. After a ServerError nothing is rendered any more: every call raises it again.
 
         Args:
             messages: turns such as {"role": "user", "content": "…"}; JSON values.
@@ -65,13 +64,10 @@ class ServedTokenizer:
             tools: tools that the template writes, in OpenAI's form; None: no tools.
 
         Raises:
-            ServerError: rendering takes more than 5 s of CPU time or 20 s in all (or less, if the system allows less),
-                needs more than 1 GiB of memory, or its process fails.
-            TemplateError: of jinja2; the template refuses the messages, is invalid, or makes more than 4 million
-                characters. Every other exception inside the template becomes one.
-            ValueError: the tokenizer has no chat template, or messages or tools hold themselves.
-            TypeError: messages or tools are not JSON values.
-            OSError: no process can be started.
+            ServerError: rendering takes more than 5 s of CPU time, 20 s in all or 1 GiB, or its process fails.
+            TemplateError: of jinja2; the template refuses the messages, is invalid, makes more than 4 million
+                characters, or an expression in it raises.
+            ValueError: the tokenizer has no chat template.
         """
         assert not tokenize, "the prompt builder tokenises segments separately"
         variables = {

@@ -72,8 +72,6 @@ class HTTPEngine(AnswerEngine):
     Chunks, history and question travel as texts. Prompts are built here too, with the server's tokenizer: a question
     that does not fit is refused at once, and the frameworks measure chunks and memories in the model's tokens.
     Chunk-caches stay with the server.
-
-    After `close` every call that asks the server raises ServerError; an answer does so with its first piece.
     """
 
     capabilities: ClassVar[Capabilities] = _MISSING
@@ -102,7 +100,7 @@ class HTTPEngine(AnswerEngine):
         timeout_s: float = 60.0,
         total_timeout_s: float | None = 600.0,
     ) -> Self:
-        """Connect to a server that `cachecraft serve` started.
+        """Connect to a server that `cachecraft serve` started; close the engine.
 
         Args:
             url: such as "http://127.0.0.1:8000"; a "/v1" at its end is left out.
@@ -114,17 +112,9 @@ class HTTPEngine(AnswerEngine):
             timeout_s: longest silence of the server.
             total_timeout_s: longest time of a whole answer; None = no limit. Priming has none.
 
-        Returns:
-            The engine; close it. The connection of each request is separate, and none stays open between them.
-
         Raises:
-            ServerError: no server answers in time; the server is of another kind or version, serves another model, asks
-                for a key or fails; a reply is malformed; or its tokenizer or its chat template cannot be used.
-            ConfigError: an argument has a wrong type or is out of range, the URL is invalid, no HTTP header can hold a
-                key, `system` holds a mark that this package uses itself, the environment names certificates or a proxy
-                that cannot be used, or the server answers with status 400 (ContextLengthError if its message names a
-                context).
-            OSError: the server's tokenizer cannot be written to a temporary folder.
+            ServerError: no server of this version and model answers in time, or its tokenizer cannot be used.
+            ConfigError: also if the environment names certificates or a proxy that cannot be used.
         """
         check_text("url", url, empty=False)
         for name, text in {
@@ -165,7 +155,7 @@ class HTTPEngine(AnswerEngine):
         return engine
 
     def primer(self, *, related: Related | None = None) -> DocumentPrimer:
-        """Return the `ServerPrimer` of this engine; nothing is sent yet, and nothing is raised.
+        """Return the `ServerPrimer` of this engine; nothing is sent yet.
 
         Args:
             related: returns the chunks of other documents that a chunk is likely to be retrieved with, best first; a
@@ -174,34 +164,21 @@ class HTTPEngine(AnswerEngine):
         return ServerPrimer(self, self._link, related=related)
 
     def disk_space(self) -> DiskSpace:
-        """Return the space of the server's store, in bytes, and its codec.
-
-        Raises ServerError if the server does not answer in time, asks for a key or fails, its reply is malformed, or
-        this engine is closed; ConfigError or ContextLengthError if it refuses the request with status 400, such as when
-        it cannot read its store.
-        """
+        """Return the space of the server's store, in bytes, and its codec."""
         reply = self._link.call(PRIME, {"documents": [], "estimate": True})
         with checked_reply(self._link.url, "the size of its store"):
             return replies.disk_space(reply)
 
     def close(self) -> None:
-        """Close the connection; answers under way fail with ServerError. A second call does nothing.
-
-        Does nothing in a fork of the process. Raises nothing.
-        """
+        """Close the connection; answers under way fail with ServerError."""
         if self._home.here:
             self._link.close()
 
     def audit_of(self, request_id: str) -> Audit | None:
-        """Return the audit of an answer, by the `request_id` of its statistics.
+        """Return the server's audit of an answer, by the `request_id` of its statistics; None: it has none, or not yet.
 
-        Returns None if the server has not audited the answer (`cachecraft serve --audit`), or not yet. If the answer
-        has not ended or is not one of the last 1,000 of this engine, it returns None without asking the server, also
-        after `close`.
-
-        Raises ServerError if the server does not answer in time, asks for a key or fails, its reply is malformed, the
-        answer is not among the last 1,000 that it remembers, or this engine is closed; ConfigError or
-        ContextLengthError if it refuses the request with status 400.
+        An answer that has not ended, or is not one of the last 1,000 of this engine, has none, and the server is not
+        asked. Raises ServerError if the answer is not among the last 1,000 that the server remembers.
         """
         asked = self._answered.get(request_id)
         if asked is None:
@@ -318,22 +295,13 @@ class ServerPrimer:
     ) -> int:
         """Capture one document's chunks in order, in the server; return the number of captures, stored by then.
 
-        Chunks that are stored after the same neighbours are skipped: without new captures, 0 is returned. Without
-        chunks, nothing is sent. A request of a single chunk also brings the chunks that `related` returns for it. If a
-        request fails, the captures of earlier requests stay.
+        Chunks that are stored after the same neighbours are skipped. A request of a single chunk also brings the chunks
+        that `related` returns for it. If a request fails, the captures of earlier requests stay. There is no time limit
+        while the server computes.
 
         Args:
-            chunks: the chunks of one document, in its order.
+            chunks: the chunks of one document, in its order; without chunks nothing is sent.
             captured: called after each request with the number of its captures, which may be 0.
-
-        Raises:
-            ServerError: the server does not answer, asks for a key or fails, its reply is malformed, or the engine is
-                closed. There is no time limit while the server computes.
-            ConfigError: `chunks` is no list, or an item of it is no chunk; or the server refuses a text, has a private
-                instruction, or cannot use its store.
-            ContextLengthError: a chunk is too long for the model.
-
-        Exceptions of `captured` and of the primer's `related` pass.
         """
         total = 0
         for part in request_sized(checked_chunks(chunks)):
@@ -345,19 +313,7 @@ class ServerPrimer:
         return total
 
     def missing(self, chunks: Sequence[Chunk]) -> dict[str, int]:
-        """Return variant id → number of tokens of the variants that `prime` would capture now; {} if all are stored.
-
-        Nothing is computed. Without chunks, nothing is sent and {} is returned.
-
-        Raises:
-            ServerError: the server does not answer in time, asks for a key or fails, its reply is malformed, or the
-                engine is closed.
-            ConfigError: `chunks` is no list, or an item of it is no chunk; or the server refuses a text, or cannot use
-                its store.
-            ContextLengthError: a chunk is too long for the model.
-
-        Exceptions of the primer's `related` pass.
-        """
+        """Return variant id → number of tokens of the variants that `prime` would capture now; {} if all are stored."""
         missing: dict[str, int] = {}
         for part in request_sized(checked_chunks(chunks)):
             reply = self._link.call(PRIME, self._body(part) | {"estimate": True})
@@ -366,11 +322,7 @@ class ServerPrimer:
         return missing
 
     def fits(self, chunk: Chunk) -> bool:
-        """Return True if a pass has room for the chunk after the instruction, otherwise it cannot be primed.
-
-        The server's tokenizer counts here; nothing is sent, so nothing is raised for a server that fails. Raises
-        ContextLengthError if the instruction alone is longer than a pass.
-        """
+        """Return True if a pass has room for the chunk after the instruction, counted here; nothing is sent."""
         return Primer(self.engine).fits(chunk)
 
     def _body(self, chunks: Sequence[Chunk]) -> dict[str, object]:
@@ -390,14 +342,8 @@ class ServerCaches(Caches):
     def evict(self, chosen: RowFilter | None = None) -> Evicted:
         """Remove the chunk-caches of `chosen.chunk_ids`; return their number, and their bytes on the server's disk.
 
-        An empty list of ids removes nothing, and the server is not asked. Ids that are not stored count as 0.
-
-        Raises:
-            UnsupportedCallError: `chosen` is missing (None), or filters by anything but chunk ids.
-            ServerError: the server does not answer in time, asks for an admin key or fails, or its reply is malformed;
-                or the engine is closed.
-            ConfigError, ContextLengthError: the server answers with status 400: it refuses the ids, or cannot use its
-                store. It is a ContextLengthError if the message names a context.
+        Ids that are not stored count as 0; without ids the server is not asked. Raises UnsupportedCallError if `chosen`
+        is None or filters by anything but chunk ids.
         """
         if (
             chosen is None
@@ -412,10 +358,7 @@ class ServerCaches(Caches):
             return replies.evicted(reply)
 
     def remove_chunks(self, chunk_ids: Sequence[str]) -> Evicted:
-        """Remove these chunks with their documents, see `ChunkCacheStore.remove_chunks`; return what was removed.
-
-        Without ids the server is not asked. Raises what `evict` raises.
-        """
+        """Remove these chunks with their documents, see `ChunkCacheStore.remove_chunks`; return what was removed."""
         if not chunk_ids:
             return Evicted(0, 0)
         body = {"chunk_ids": list(chunk_ids), "removed": True}
@@ -434,8 +377,7 @@ def request_sized(chunks: Iterable[Chunk]) -> Iterator[list[Chunk]]:
     """Divide chunks, in order, into parts that the server takes in one request to prime: yield each as a list.
 
     A part has at most `MOST_DOCUMENTS` chunks with together at most `MOST_PRIMED` characters. A longer chunk is a part
-    alone, and the server may refuse it. Yields nothing without chunks. Raises AttributeError for an item that is no
-    chunk.
+    alone, and the server may refuse it.
 
     >>> [len(part) for part in request_sized([Chunk("a")] * (MOST_DOCUMENTS + 1))]
     [1000, 1]

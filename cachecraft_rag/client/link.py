@@ -85,14 +85,14 @@ class _Deadline:
 class Link:
     """HTTP requests to one server; thread-safe. Every request raises ServerError after `close`.
 
+    A reply with status 400 is a ConfigError, or a ContextLengthError if its message names a context. Every other
+    failure of the server is a ServerError.
+
     Args:
         url: of the server; a "/v1" at its end is left out.
         api_key, admin_key: see `HTTPEngine.connect`.
         timeout_s: longest silence of the server.
         total_timeout_s: longest time of a request with its reply; None = no limit.
-
-    Raises ConfigError for an invalid URL, for a key that no header can hold, and where the environment names
-    certificates (SSL_CERT_FILE) or a proxy (HTTP_PROXY and the like) that cannot be used.
     """
 
     def __init__(
@@ -135,18 +135,13 @@ class Link:
             ) from error
 
     def close(self) -> None:
-        """Close the connections; requests under way fail with ServerError. A second call does nothing.
-
-        Raises nothing.
-        """
+        """Close the connections; requests under way fail with ServerError."""
         self._client.close()
 
     def facts(self) -> Mapping[str, object]:
         """Return facts about the server, as it sent them: JSON values, for `ServerFacts.of`.
 
-        Raises ServerError if it does not answer in time, asks for a key or fails, is another kind of server, speaks
-        another version's protocol or sends more than 8 MiB, and if the link is closed; ConfigError or
-        ContextLengthError if it answers with status 400.
+        Raises ServerError also for another kind of server, and for another version's protocol.
         """
         facts = self.call(FACTS)
         if not isinstance(facts, dict) or "protocol" not in facts:
@@ -160,11 +155,7 @@ class Link:
         return facts
 
     def tokenizer(self) -> object:
-        """Return the reply with the files of the server's tokenizer, as JSON values; for `replies.served_model`.
-
-        Raises ServerError if the server does not answer in time, asks for a key or fails, or sends more than 64 MiB or
-        no JSON, and if the link is closed; ConfigError or ContextLengthError if it answers with status 400.
-        """
+        """Return the files of the server's tokenizer, at most 64 MiB, as JSON values; for `replies.served_model`."""
         return self.call(TOKENIZER, limit=_MAX_TOKENIZER)
 
     def call(
@@ -176,7 +167,7 @@ class Link:
         patient: bool = False,
         limit: int | None = None,
     ) -> object:
-        """Send a request, with a JSON body if there is one, and return the JSON reply.
+        """Send a request, with a JSON body if there is one, and return the JSON reply, whose form is unchecked.
 
         Args:
             path: path of the URL, such as "/v1/cachecraft".
@@ -184,17 +175,6 @@ class Link:
             headers: further headers; ASCII text.
             patient: wait without limit, because the server computes for long.
             limit: most bytes of the reply; None = the limit of ordinary replies, 8 MiB.
-
-        Returns:
-            The reply as Python's values of JSON; the caller checks its form, see `replies`.
-
-        Raises:
-            ServerError: the server does not answer in time, asks for a key, fails, or sends too much, a compressed
-                reply or no JSON; or the link is closed.
-            ConfigError: the server answers with status 400: it refuses the body, or cannot use its store.
-            ContextLengthError: the same, with a message about the model's context.
-            TypeError, ValueError: the body is not JSON (half a surrogate pair, NaN), or a header is not ASCII text; a
-                mistake of the caller.
         """
         with self._replied(path, body, headers=headers, patient=patient) as reply:
             most = _MAX_REPLY if limit is None else limit
@@ -205,10 +185,9 @@ class Link:
             raise ServerError(self._not_ours()) from error
 
     def report(self, name: str, *, headers: Mapping[str, str]) -> Mapping[str, object]:
-        """Return the report of a request, see `replies.report_of`; empty if the server has none or fails.
+        """Return the report of a request, see `replies.report_of`; empty if the server has none.
 
-        Raises nothing for a server that does not answer, refuses the request or sends a malformed report: that is
-        logged as a warning, because the answer itself is complete.
+        A failure is a warning in the log, because the answer itself is complete.
 
         Args:
             name: the id of the request in the server.
@@ -225,15 +204,7 @@ class Link:
             return {}
 
     def audit(self, name: str, *, headers: Mapping[str, str]) -> Audit | None:
-        """Return the audit of a request's answer; None if the server has none, or not yet.
-
-        Args:
-            name: the id of the request in the server.
-            headers: the headers that the request was sent with.
-
-        Raises ServerError if the server does not answer in time, asks for a key, fails, or sends a malformed audit, and
-        if the link is closed; ConfigError or ContextLengthError if it refuses the request with status 400.
-        """
+        """Return the audit of a request's answer; None if the server has none, or not yet. Arguments: see `report`."""
         reply = self.call(f"{REQUESTS}/{quote(name, safe='')}", headers=headers)
         with checked_reply(self.url, "an audit"):
             audit = mapping_of(reply).get("audit")
@@ -244,21 +215,8 @@ class Link:
     ) -> Generator[Mapping[str, object]]:
         """Yield the events of a streamed chat completion, as JSON objects, up to its end.
 
-        The request is sent when the first event is asked for; closing the generator ends it. All errors are raised by
-        an event.
-
-        Args:
-            body: body of the chat request, as JSON values.
-            headers: further headers; ASCII text.
-
-        Raises:
-            ServerError: the server does not answer in time, asks for a key or fails; an event is an error, is not a
-                JSON object or is longer than 1 MiB; the answer ends early or is longer than 64 MiB; or the link is
-                closed.
-            ConfigError: the server answers with status 400: it refuses the body, or cannot use its store.
-            ContextLengthError: the prompt is too long for the model.
-            TypeError, ValueError: the body is not JSON (half a surrogate pair, NaN), or a header is not ASCII text; a
-                mistake of the caller.
+        The request is sent when the first event is asked for; closing the generator ends it. Raises ServerError also
+        for an event longer than 1 MiB, and for an answer that ends early or is longer than 64 MiB.
         """
         with self._replied(CHAT, body, headers=headers) as reply:
             for line in _lines(reply):
@@ -360,10 +318,9 @@ class Link:
 
 
 def check_header(name: str, value: str) -> None:
-    """Raise ConfigError for text that an HTTP header cannot hold; return None for other text.
+    """Raise ConfigError for text that is not printable ASCII or has spaces at its ends; "" is allowed.
 
-    It must be printable ASCII without spaces at its ends; "" is allowed. The message names the header and does not show
-    the text: it may be a secret.
+    The message names the header and does not show the text: it may be a secret.
     """
     if not (value.isascii() and value.isprintable() and value == value.strip()):
         raise ConfigError(

@@ -46,10 +46,7 @@ def printable(text: object) -> str:
 
 @contextmanager
 def checked_reply(url: str, name: str) -> Iterator[None]:
-    """Turn errors of reading a malformed reply into a ServerError that names the reply; yields None.
-
-    Those are LookupError, TypeError, ValueError (ConfigError and UnicodeError are such), AttributeError,
-    ArithmeticError and RecursionError of the block. Other exceptions pass unchanged, such as OSError or ServerError.
+    """Turn errors of reading a malformed reply into a ServerError that names the reply; OSError and ServerError pass.
 
     Args:
         url: the server's URL, for the message.
@@ -74,12 +71,9 @@ def checked_reply(url: str, name: str) -> Iterator[None]:
 
 
 def parsed_json(content: bytes | str) -> object:
-    """Parse JSON; return Python's value of it: dict, list, str, int, float, bool or None.
+    """Parse JSON; raises ValueError for invalid Unicode, NaN and infinities too, RecursionError for deep nesting.
 
     A text in it may hold half a surrogate pair, which JSON can write as an escape; `text_of` refuses such a text.
-
-    Raises ValueError for content that is not JSON, for bytes that are not valid Unicode, and for NaN and infinities;
-    RecursionError for JSON that is nested too deeply.
     """
 
     def refuse(name: str) -> None:
@@ -104,10 +98,7 @@ def list_of(value: object) -> list[object]:
 
 
 def text_of(value: object) -> str:
-    """Return a JSON text, unchanged; "" is allowed.
-
-    Raises TypeError for any other value, and ValueError for text that is not valid Unicode (half a surrogate pair).
-    """
+    """Return a JSON text, unchanged. Raises TypeError for any other value, ValueError for half a surrogate pair."""
     if not isinstance(value, str):
         raise TypeError(f"a text was expected, not {type(value).__name__}")
     value.encode()
@@ -115,12 +106,7 @@ def text_of(value: object) -> str:
 
 
 def whole_of(value: object, *, least: int = 0, most: int = _MAX_WHOLE) -> int:
-    """Return a whole number, unchanged.
-
-    Args:
-        value: the value.
-        least: the smallest number that is allowed.
-        most: the largest one; by default 2**53, up to which every JSON reader keeps whole numbers.
+    """Return a whole number from `least` to `most`, by default 2**53, up to which every JSON reader keeps it.
 
     Raises TypeError for any other value, True and 1.0 too, and ValueError for a number out of the range.
     """
@@ -140,10 +126,7 @@ def dtype_of(value: object) -> DTypeName:
 
 
 def seconds_of(value: object) -> float:
-    """Return a time in seconds, as a float.
-
-    Raises TypeError for a value that is not a number, and ValueError for NaN, less than 0 or more than 1e9.
-    """
+    """Return a time in seconds. Raises TypeError for no number, ValueError for NaN, below 0 or above 1e9."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise TypeError(f"a number was expected, not {type(value).__name__}")
     if not 0.0 <= value <= 1e9:
@@ -171,11 +154,7 @@ class ServerFacts:
 
     @classmethod
     def of(cls, reply: Mapping[str, object]) -> ServerFacts:
-        """Return the facts in a reply of `Link.facts`; for use within `checked_reply`, which makes errors ServerErrors.
-
-        Raises KeyError if a field is missing, TypeError for a value of a wrong type or an unknown setting of reuse, and
-        ValueError (also ConfigError) for a value out of range.
-        """
+        """Return the facts in a reply of `Link.facts`."""
         layout = mapping_of(reply["layout"])
         header = None if reply["session_header"] is None else text_of(reply["session_header"])
         if header is not None and not _HEADER.fullmatch(header):
@@ -201,18 +180,9 @@ class ServerFacts:
 
 
 def served_model(facts: ServerFacts, reply: object) -> ServedModel:
-    """Return the model with the tokenizer that the server sent; for use within `checked_reply`.
+    """Return the model with the tokenizer in the reply of `Link.tokenizer`.
 
     The tokenizer's files are in a temporary folder meanwhile; unknown files are ignored, and no code in them runs.
-
-    Args:
-        facts: facts about the server and its model.
-        reply: the reply of `Link.tokenizer`.
-
-    Raises:
-        ServerError: the tokenizer cannot be read.
-        OSError: it cannot be written to a temporary folder.
-        KeyError, TypeError, ValueError: the reply is malformed: it has no "files", or they are not texts.
     """
     from transformers import AutoTokenizer
 
@@ -240,10 +210,7 @@ def served_model(facts: ServerFacts, reply: object) -> ServedModel:
 
 
 def disk_space(reply: object) -> DiskSpace:
-    """Return the space of the server's store, in bytes, and its codec; for use within `checked_reply`.
-
-    Raises KeyError if the reply lacks a field, TypeError for a value of a wrong type, ValueError for one out of range.
-    """
+    """Return the space of the server's store, in bytes, and its codec."""
     disk = mapping_of(mapping_of(reply)["disk"])
     return DiskSpace(
         used=whole_of(disk["used"]),
@@ -254,19 +221,13 @@ def disk_space(reply: object) -> DiskSpace:
 
 
 def missing_variants(reply: object) -> dict[str, int]:
-    """Return ids of variants with their numbers of tokens; maybe empty. For use within `checked_reply`.
-
-    Raises KeyError if the reply lacks them, TypeError for a value of a wrong type, ValueError for one out of range.
-    """
+    """Return ids of variants with their numbers of tokens; maybe empty."""
     missing = mapping_of(mapping_of(reply)["missing"])
     return {text_of(name): whole_of(tokens) for name, tokens in missing.items()}
 
 
 def evicted(reply: object) -> Evicted:
-    """Return the number of evicted chunk-caches and their bytes on disk; for use within `checked_reply`.
-
-    Raises KeyError if the reply lacks one, TypeError for a value of a wrong type, ValueError for one out of range.
-    """
+    """Return the number of evicted chunk-caches and their bytes on disk."""
     counts = mapping_of(reply)
     return Evicted(
         variants=whole_of(counts["variants"]), nbytes=whole_of(counts["nbytes"], most=2**63)
@@ -274,18 +235,12 @@ def evicted(reply: object) -> Evicted:
 
 
 def removed_chunks(reply: object) -> frozenset[str]:
-    """Return the ids of the chunks that a server keeps removed; for use within `checked_reply`.
-
-    Raises KeyError if the reply lacks them, TypeError for a value of a wrong type.
-    """
+    """Return the ids of the chunks that a server keeps removed."""
     return frozenset(text_of(name) for name in list_of(mapping_of(reply)["removed"]))
 
 
 def new_tokens(event: Mapping[str, object]) -> list[int]:
-    """Return the new token ids of an event of a streamed answer, in order; empty if it has none.
-
-    For use within `checked_reply`. Raises TypeError for a value of a wrong type, ValueError for an id out of range.
-    """
+    """Return the new token ids of an event of a streamed answer, in order; empty if it has none."""
     tokens: list[int] = []
     for choice in list_of(event.get("choices") or []):
         token_ids = list_of(mapping_of(choice).get("token_ids") or [])
@@ -296,9 +251,8 @@ def new_tokens(event: Mapping[str, object]) -> list[int]:
 def report_of(reply: object) -> Mapping[str, object]:
     """Return the report of a request as the server sent it, for `RequestProgress.reported`; {} if the server has none.
 
-    Of a request that was computed without chunk-caches it only has `refused`, the reason, in a form that is safe to
-    print. Fields that are not known here are not checked. For use within `checked_reply`: raises TypeError for a value
-    of a wrong type, and ValueError for a number out of range and for text that is not valid Unicode.
+    A request that was computed without chunk-caches has only `refused`, the reason, in a form that is safe to print.
+    Unknown fields are not checked.
     """
     record = mapping_of(reply)
     if record.get("refused"):

@@ -17,10 +17,7 @@ MAX_TEXT = 4 << 20  # characters of the rendered prompt
 
 
 def limit_resources() -> None:
-    """Limit this process to 5 s of CPU time and 1 GiB of memory; does nothing on Windows, which has no such limits.
-
-    Lower hard limits of the system stay. Raises ValueError or OSError if the system refuses the limits.
-    """
+    """Limit this process to 5 s of CPU time and 1 GiB of memory, or less if the system allows less; not on Windows."""
     try:
         import resource
     except ImportError:  # Windows: the caller's timeout remains
@@ -35,16 +32,11 @@ def render(template: str, variables: dict[str, object]) -> str:
     """Render a chat template as transformers does; return the text of the prompt.
 
     The template runs in jinja2's sandbox, but in this process: without `limit_resources` it may run for ever.
+    Exceptions of its expressions pass.
 
     Args:
         template: the template; untrusted.
         variables: its variables by name, such as "messages"; JSON values.
-
-    Raises:
-        jinja2.TemplateError: an invalid template, a forbidden or failed use of an undefined variable, or a refusal by
-            the template itself (`raise_exception`).
-        Exception: any other exception of an expression in the template passes unchanged, such as TypeError,
-            OverflowError or MemoryError.
     """
     from jinja2 import TemplateError, nodes
     from jinja2.ext import Extension, loopcontrols
@@ -81,13 +73,8 @@ def render(template: str, variables: dict[str, object]) -> str:
 def main() -> None:
     """Render the template of standard input, and write {"text": …} or {"error": …} to standard output, as JSON.
 
-    The input is a JSON object with "template" and "variables". Exceptions of the template, a prompt of more than 4
-    million characters and a missing "template" become the "error", its class and message in at most 500 characters,
-    and are not raised. The prompt is then left out.
-
-    Raises MemoryError if the template needs more than 1 GiB, ValueError or RecursionError if the input is not JSON,
-    ValueError or OSError if the system refuses the limits of `limit_resources`. The system ends the process if it takes
-    too much CPU time.
+    The input is a JSON object with "template" and "variables". An exception of the template, or a prompt of more than 4
+    million characters, becomes the "error", in at most 500 characters. Out of memory or time, the process fails.
     """
     limit_resources()
     given = json.load(sys.stdin)

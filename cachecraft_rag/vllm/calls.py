@@ -56,7 +56,7 @@ class EngineClient(Protocol):
     def generate(
         self, prompt: object, params: object, request_id: str, **options: object
     ) -> AsyncGenerator[RequestOutput]:
-        """Yield the outputs of a request; closing the generator aborts it. Raises vLLM's own errors.
+        """Yield the outputs of a request; closing the generator aborts it.
 
         Args:
             prompt: vLLM's prompt, such as a mapping with "prompt_token_ids".
@@ -105,17 +105,13 @@ class Calls(Closeable):
     def generate(self, prompt: dict[str, object], params: object) -> Generator[Step]:
         """Yield the steps of a request, the last one with `finished`; closing the iterator aborts the request.
 
-        The request begins with the first step. Waits without limit for each step, so it is not to be called in the
-        loop's own thread, which would wait for itself. All errors are raised by a step.
+        The request begins with the first step. Not to be called in the loop's own thread, which would wait for itself.
 
         Args:
             prompt: vLLM's prompt.
             params: `vllm.SamplingParams`.
 
-        Raises:
-            concurrent.futures.CancelledError: `close` was called meanwhile.
-            asyncio.CancelledError: the event loop has cancelled the request, such as when its server ends.
-            RuntimeError: vLLM is closed, or closing (`Serving.close`); also vLLM's own exceptions.
+        Raises asyncio.CancelledError if the event loop has cancelled the request, such as when its server ends.
         """
         steps: SimpleQueue[Step] = SimpleQueue()
         name = f"cachecraft-{next(self._numbers)}"
@@ -144,10 +140,7 @@ class Calls(Closeable):
         return self._engine.vllm_config
 
     def close(self) -> None:
-        """End requests under way, whose readers get CancelledError; the engine has another owner, and stays open.
-
-        Does not wait for them. Requests that begin later are served. Raises nothing.
-        """
+        """End requests under way, without waiting; the engine has another owner, and later requests are served."""
         for job in list(self._jobs):
             job.cancel()
 
@@ -184,8 +177,6 @@ class Serving(Calls):
 
     Args:
         arguments: keyword arguments of vLLM's `AsyncEngineArgs`.
-
-    Raises TimeoutError if vLLM has not started after ten minutes, and vLLM's own exceptions if it cannot start.
     """
 
     def __init__(self, arguments: dict[str, object]) -> None:
@@ -202,13 +193,7 @@ class Serving(Calls):
             raise
 
     def close(self) -> None:
-        """End vLLM's processes; the readers of requests under way get CancelledError. A second call does nothing.
-
-        Afterwards `generate` raises RuntimeError, and `vllm_config` AssertionError.
-
-        Raises TimeoutError if vLLM has not ended after 30 seconds, and vLLM's own exceptions; the event loop's thread
-        then stays, and a second call does not try again.
-        """
+        """End vLLM's processes. If that fails, the event loop's thread stays, and a second call does not try again."""
         if self._closed:
             return
         self._closed = True

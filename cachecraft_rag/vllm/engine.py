@@ -82,9 +82,6 @@ class VLLMBackend:
         audits: compares answers with full prefill, while the engine is idle.
         layer_by_layer: reason why the worker fills all prompts layer by layer, once `check_reuse` has run; "" if it
             does not.
-
-    Raises:
-        ConfigError: if answers are to be audited and vLLM's options do not allow it.
     """
 
     def __init__(
@@ -130,10 +127,9 @@ class VLLMBackend:
         store.before_removal.extend((self.new_variants.forget, self.audits.forget))
 
     def close(self) -> None:
-        """Drop the waiting audits and new variants, without waiting for those under way. Does not end vLLM.
+        """Drop the waiting audits and new variants, and count them. Does not end vLLM.
 
-        Waits until results of audits that are being written are on disk. The dropped ones are counted. A second call
-        does nothing. Raises nothing.
+        Waits until results of audits that are being written are on disk, but not for work under way.
         """
         self.audits.close()
         self.new_variants.close()
@@ -142,8 +138,7 @@ class VLLMBackend:
         """Wait for new variants within their budget, and for audits.
 
         Returns True once none of them waits or is under way, and at once after `close`; False after `timeout` seconds.
-        None waits without limit. Candidates for which the budget is spent are not waited for. Raises nothing: captures
-        and audits that fail are logged and counted.
+        None waits without limit. Candidates for which the budget is spent are not waited for.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         if not self.new_variants.settle(timeout):
@@ -154,19 +149,11 @@ class VLLMBackend:
     # -- the self-check -----------------------------------------------------------------------------------------------
 
     def check_reuse(self) -> None:
-        """Run the `self_check` and remove its captures. Returns None if reuse is exact, or could not be checked.
+        """Run the `self_check` and remove its captures; set `layer_by_layer`.
 
-        Sets `layer_by_layer` if the worker cannot run passes through vLLM's own forward.
-
-        If the context is too short for the check, or the store keeps no captures, a warning is logged and nothing is
-        raised: reuse is then unchecked.
-
-        Raises:
-            UnsupportedModelError: reuse is not exact on this model, or vLLM computed the prompts without chunk-caches.
-            ConfigError: vLLM's `max_logprobs` is 0.
-            StoreError: the store is closed, its folder is gone, or its catalog cannot be read or written.
-            CancelledError: `Calls.close` was called meanwhile, or the event loop ends.
-            RuntimeError: vLLM or its event loop is closed; also vLLM's own exceptions.
+        If the context is too short for the check, or the store keeps no captures, a warning is logged: reuse is then
+        unchecked. Raises UnsupportedModelError if reuse is not exact on this model, or vLLM computed the prompts
+        without chunk-caches; ConfigError if vLLM's `max_logprobs` is 0.
         """
         context = self._model.context_length
         block_size = int(self._calls.vllm_config.cache_config.block_size)
@@ -232,11 +219,6 @@ class VLLMBackend:
 
         See `ReuseTiming.min_prompt_tokens`; the first length takes at least five seconds. Returns 0, which means all
         prompts, without a GPU.
-
-        Raises:
-            StoreError: the store is closed, its folder is gone, or its catalog cannot be read or written.
-            CancelledError: `Calls.close` was called meanwhile, or the event loop ends.
-            RuntimeError: vLLM or its event loop is closed; also vLLM's own exceptions.
         """
         from vllm.platforms import current_platform
 
@@ -265,21 +247,12 @@ class VLLMBackend:
     # -- captures -----------------------------------------------------------------------------------------------------
 
     def capture(self, prompt: Prompt, captures: Sequence[int], *, primed: bool) -> None:
-        """Capture segments of a prompt by a request to vLLM. Returns None once they are stored or dropped.
-
-        Raises nothing if the connector refuses the prompt or the store a capture, such as on a full disk: the reason is
-        in the log of vLLM's processes, and the store then lacks the captures.
+        """Capture segments of a prompt by a request to vLLM. Returns once they are stored or dropped.
 
         Args:
             prompt: system segment and chunks, without a question; segments after the last capture are left out.
             captures: indices of segments, ascending; at least one.
             primed: True if this is priming, and the chunks are captured after their neighbours in the document.
-
-        Raises:
-            IndexError: `captures` is empty.
-            CancelledError: `Calls.close` was called meanwhile, or the event loop ends.
-            RuntimeError: vLLM or its event loop is closed; also vLLM's own exceptions, such as its ValueError for a
-                prompt that is longer than the context.
         """
         config = replace(self._reuse, reuse=False, capture=True)
         ask = Ask(
@@ -294,8 +267,7 @@ class VLLMBackend:
     def note_fixed(self, request: Request, report: FillReport | None) -> None:
         """Note the chunks of an answer that were reused and fixed: they are captured while the engine is idle.
 
-        The tokens of its prompt are added to the budget for that, even if there are no such chunks. Does nothing if new
-        variants are off, or after `close`. Raises nothing.
+        The tokens of its prompt are added to the budget for that, even if there are no such chunks.
 
         Args:
             request: the request that was answered.
@@ -368,12 +340,7 @@ class VLLMBackend:
 
         Closing the iterator aborts the request in vLLM. `progress` takes up the tokens, the connector's report and the
         end. Once the answer has ended, failed or was closed, its fixed chunks are noted for new variants, and it may be
-        audited. All errors are raised by a piece, mostly by the first one.
-
-        Raises:
-            CancelledError: `Calls.close` was called while the answer was under way, or the event loop ends.
-            RuntimeError: vLLM or its event loop is closed; also vLLM's own exceptions, such as for a `json_schema` that
-                it refuses.
+        audited.
         """
         sampling = request.sampling
         predicted = self.audits.recorder(request)
@@ -461,7 +428,6 @@ class VLLMBackend:
         """Return vLLM's `kv_transfer_params` of a request, as plain JSON values.
 
         The keys are "prompt_token_ids", the token ids of the whole prompt, and `messages.FIELD`, the signed message.
-        The dict is a new one. Raises nothing.
         """
         return {"prompt_token_ids": ask.prompt.token_ids, FIELD: ask.message(self._key)}
 
@@ -550,7 +516,7 @@ class VLLMEngine(AnswerEngine):
     Make one with `from_pretrained`, below `if __name__ == "__main__":`, because those processes import the main module.
 
     Attributes:
-        new_variants: captures chunks that were reused and fixed, in idle time.
+        new_variants: as in `VLLMBackend`.
     """
 
     store: ChunkCacheStore
@@ -601,17 +567,10 @@ class VLLMEngine(AnswerEngine):
                 None: no others.
 
         Raises:
-            ModelNotFoundError: nothing of that name can be loaded, the hub cannot be reached, or a file is damaged.
-            UnsupportedModelError: chunk-caches cannot be reused with this model and these options of vLLM, its heads
-                cannot be divided among the ranks, it has no weight files on this machine, or the self-check finds that
-                reuse is not exact.
-            ConfigError: a setting is unknown, out of range or without effect over vLLM; `server` has an option that is
-                set here or that rules out audits, or an option of `VLLMOptions` that is no whole number where vLLM
-                takes one; the instruction or the chat template cannot be used; vLLM is missing, or its version is
-                unknown.
-            StoreError: the store cannot be opened, read or written.
+            UnsupportedModelError: also if these options of vLLM rule reuse out, the heads cannot be divided among the
+                ranks, or there are no weight files on this machine.
+            ConfigError: also for an option in `server` that is set here or rules out audits.
             TypeError: `server` has a name that vLLM does not know.
-            TimeoutError: vLLM did not start within ten minutes; also vLLM's own exceptions if it cannot start.
         """
         check_text("model", model, empty=False)
         check_path("store", store)
@@ -645,19 +604,13 @@ class VLLMEngine(AnswerEngine):
         return engine
 
     def settle(self, timeout: float | None = None) -> bool:
-        """Wait for new variants within their budget, and for audits.
-
-        Returns True once none of them waits or is under way, and at once after `close`; False after `timeout` seconds.
-        None waits without limit. Candidates for which the budget is spent are not waited for. Raises nothing: captures
-        and audits that fail are logged and counted.
-        """
+        """Same as `VLLMBackend.settle`."""
         return self._backend.settle(timeout)
 
     def audit_of(self, request_id: str) -> Audit | None:
         """Return the audit of an answer, by the `request_id` of its statistics.
 
         None if it was not audited, not yet (`settle` waits for it), or too long ago: the last 1,024 results are kept.
-        Raises nothing, also after `close`.
         """
         return self._backend.audits.results.get(request_id)
 
@@ -666,21 +619,11 @@ class VLLMEngine(AnswerEngine):
         return self._backend.audits.results.with_ratio(request, asked.config or self.config)
 
     def calibrated(self, config: ReuseConfig) -> ReuseConfig:
-        """Return a copy of these settings, with the calibrated α for them if `calibration_for` finds one.
-
-        Its `plain_prompts` is "off", because an engine over vLLM does not search unmarked text. Raises nothing.
-        """
+        """Same as in `AnswerEngine`, with `plain_prompts` "off": an engine over vLLM does not search unmarked text."""
         return replace(super().calibrated(config), **OFF)
 
     def close(self) -> None:
-        """Give up work in idle time, end vLLM, and close the store; answers under way fail with CancelledError.
-
-        A second call does nothing, and neither does a call in a fork of this process. Afterwards the first piece of an
-        answer raises RuntimeError.
-
-        Raises TimeoutError if vLLM has not ended after 30 seconds, and vLLM's own exceptions; the store is closed even
-        then.
-        """
+        """Give up work in idle time, end vLLM, and close the store, also if vLLM has not ended in time."""
         if not self._home.here:
             return
         self._backend.close()

@@ -134,7 +134,7 @@ class Ask:
         """Return plain JSON values for `kv_transfer_params[FIELD]`, signed with the server's key, see `read`.
 
         The fields are those of this class, but "segments" in place of the prompt, and "seal", the signature. Token ids
-        are not in the message, and are covered by the signature. Raises nothing.
+        are not in the message, and are covered by the signature.
         """
         names = [field.name for field in fields(self) if field.name != "prompt"]
         message: dict[str, object] = {name: getattr(self, name) for name in names}
@@ -158,10 +158,7 @@ class Ask:
 
         Messages are signed (field "seal") because segments name chunks and sessions: the body of a request, which any
         client can write, must not choose the session whose chunk-caches are read, or the names under which captures are
-        stored.
-
-        Raises ConfigError with the reason if this server did not sign the message, or signed it for other tokens; also
-        for a message that another version of this package has signed and that cannot be read.
+        stored. Raises ConfigError if this server did not sign the message, or signed it for other tokens.
         """
         if not isinstance(message, Mapping):
             raise ConfigError("the message is no mapping")
@@ -209,8 +206,8 @@ class Ask:
     def cache_salt(self, namespace: str) -> str:
         """Return the salt of blocks with chunks in vLLM's prefix cache, 32 hex digits.
 
-        These blocks serve only requests with the same salt: with the same namespace, session, salt of the client,
-        settings of reuse, and segments before the question. Raises nothing.
+        These blocks serve only requests with the same namespace, session, salt of the client, settings of reuse, and
+        segments before the question.
         """
         settings = json.dumps(asdict(self.config), sort_keys=True)
         owner = ["private", self.session] if self.session is not None else ["shared"]
@@ -291,11 +288,7 @@ class News:
     capturing: frozenset[str] | None = None
 
     def joined(self, other: News) -> News:
-        """Return the news of this rank and another one, as a new object.
-
-        If both report a request, this rank's report counts. `capturing` has the segments of both; None if it is None in
-        both.
-        """
+        """Return the news of this rank and another one; if both report a request, this rank's report counts."""
         capturing = (
             self.capturing
             if other.capturing is None

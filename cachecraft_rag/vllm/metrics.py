@@ -50,8 +50,7 @@ def counts_of(store: ChunkCacheStore) -> dict[str, object]:
     """Return counts of this process's store as plain numbers: `ChunkCacheStore.counts`, and "remote" if it has one.
 
     "remote" has the fields opened, queued_bytes, lookups, reads and captures of `RemoteStats`, and under "breakers" the
-    state of the circuit breaker with the number 1: `summed` then counts the stores in each state. Neither the catalog
-    nor the remote is asked. Raises nothing, also for a closed store.
+    state of the circuit breaker with the number 1: `summed` then counts the stores in each state. Does no I/O.
     """
     counts = store.counts()
     remote = store.remote_stats(ask=False)
@@ -75,19 +74,11 @@ class StoreCounts(KVConnectorStats):
         self.data: dict[str, Any] = {}
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        """Return a new object with the counts of both; neither of them changes.
-
-        For a store that both have, the counts of `other` are taken, which are newer totals. If both have reports, those
-        of `other` are taken, and the others are lost.
-        """
+        """Return the counts of both. Those of `other` win, which are newer totals; older reports are lost."""
         return StoreCounts(self.data | other.data)
 
     def reduce(self) -> dict[str, int | float]:
-        """Return two totals over all stores for vLLM's log: "chunk-caches loaded so far" and "captures so far".
-
-        They are numbers of chunk-caches. Captures are counted with those that were dropped. Both totals are 0 without
-        counts; `ServerStatistics` adds the counts of all stores before vLLM's logger has them.
-        """
+        """Return two totals over all stores for vLLM's log: chunk-caches loaded, and captures, with dropped ones."""
         senders = self.data.keys() - {REPORTS, CORRECTIONS}
         total = summed(self.data[sender] for sender in senders)
         return {
@@ -108,7 +99,7 @@ class ServerStatistics(StatLoggerBase):
 
     Attributes:
         latest: (number of vLLM's engine, sender) → counts.
-        on_report: called with the name and the report of each filled request.
+        on_report: takes the name and the report of each filled request.
     """
 
     def __init__(
@@ -128,13 +119,11 @@ class ServerStatistics(StatLoggerBase):
     ) -> None:
         """Take our counts out of the statistics of a step, correct vLLM's, and call `on_report` for each report.
 
-        The counts replace earlier ones of the same store in `latest`; vLLM's log gets those of all stores. Errors of
-        `on_report` pass, after all else is done.
+        The counts replace earlier ones of the same store in `latest`; vLLM's log gets those of all stores.
 
         Args:
             scheduler_stats: statistics of the step; they are changed. Without them nothing happens.
-            iteration_stats: not used.
-            mm_cache_stats: not used.
+            iteration_stats, mm_cache_stats: not used.
             engine_idx: number of vLLM's engine.
         """
         if scheduler_stats is None:
@@ -185,8 +174,8 @@ class ServerStatistics(StatLoggerBase):
 def reported_counts(engine_client: Any, on_report: TakeReport) -> Reported:
     """Return the counts that vLLM's processes send, and correct vLLM's own statistics from now on.
 
-    The mapping is `ServerStatistics.latest`, not a copy: (number of vLLM's engine, sender) → counts, filled as they
-    arrive. If vLLM keeps no statistics, the result is a new mapping that stays empty, and `on_report` is never called.
+    The mapping is `ServerStatistics.latest`, filled as counts arrive. If vLLM keeps no statistics, it stays empty, and
+    `on_report` is never called.
 
     Args:
         engine_client: vLLM's `AsyncLLM`.
@@ -220,9 +209,7 @@ class ServerCollector(EngineCollector):
 def summed(counts: Iterable[Mapping[str, object]]) -> dict[str, Any]:
     """Return the sums of the counts of several stores by name, nested ones too, as a new dict; {} without a store.
 
-    A name that only some stores have counts as 0, or as an empty mapping, for the others. Raises TypeError for a value
-    that is neither a number nor a mapping, and TypeError or AttributeError if a name has a number in one store and a
-    mapping in another.
+    A name that only some stores have counts as 0, or as an empty mapping, for the others.
     """
     total: dict[str, Any] = {}
     for store_counts in counts:

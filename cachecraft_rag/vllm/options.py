@@ -149,10 +149,9 @@ class VLLMOptions:
     def from_arguments(cls, arguments: Sequence[str]) -> Self:
         """Read the options from vLLM's command line without importing vLLM, which takes many seconds.
 
-        Unknown options are ignored, and so are forms such as `--no-enable-lora`. Missing options have their defaults;
-        of a repeated one the last value counts. Raises ConfigError for an option of this class, or
-        `--offload-group-size`, whose value is not a whole number where vLLM takes one. `max_model_len` is an exception:
-        a value such as "8k" is read as 0.
+        Unknown options are ignored, and so are forms such as `--no-enable-lora`. Of a repeated option the last value
+        counts. Raises ConfigError for a value that is not a whole number where vLLM takes one, but a `max_model_len`
+        such as "8k" is read as 0.
 
         >>> VLLMOptions.from_arguments(["--enable-lora", "--kv_cache_dtype=fp8", "-pp", "2"]).kv_cache_dtype
         'fp8'
@@ -176,13 +175,10 @@ class VLLMOptions:
 
     @classmethod
     def from_values(cls, values: Mapping[str, object]) -> Self:
-        """Read the options from a mapping with names of vLLM's `EngineArgs`.
+        """Read the options from a mapping with names of vLLM's `EngineArgs`; unknown ones are ignored.
 
-        Unknown options are ignored. Missing ones, and those that are None, have their defaults.
-
-        Raises ConfigError for an option of this class, or `offload_group_size`, whose value `int` cannot convert where
-        vLLM takes a whole number; a `max_model_len` like that is read as 0. Raises ConfigError also for a function as
-        the value of an option that changes the model's results, because functions cannot be compared.
+        Raises ConfigError as `from_arguments`, and for a function as the value of an option that changes the model's
+        results, because functions cannot be compared.
         """
         known = {
             field.name: type(field.default)
@@ -216,7 +212,7 @@ class VLLMOptions:
 
     @classmethod
     def from_config(cls, config: VLLMConfig) -> Self:
-        """Read the options from the `VllmConfig` of a running vLLM. Raises nothing.
+        """Read the options from the `VllmConfig` of a running vLLM.
 
         `shaping` stays (): the front end has put those options into the fingerprint already.
         """

@@ -59,10 +59,9 @@ ENDPOINT = "cachecraft_http"  # likewise, of the endpoint plugin
 def register() -> None:
     """Register the models of `ARCHITECTURES` and the connector with vLLM; may be called any number of times.
 
-    The models take the place of vLLM's classes of the same architectures. This is the entry point of
-    `vllm.general_plugins`. Plain `vllm serve` loads it too, and an exception would end that server. So it raises
-    nothing there: with an unknown version of vLLM it only logs that, and failures are logged. Raises ImportError if
-    vLLM is not installed.
+    The models take the place of vLLM's classes of the same architectures. Plain `vllm serve` loads this entry point of
+    `vllm.general_plugins` too, and an exception would end that server: failures, and an unknown version of vLLM, are
+    only logged.
     """
     import vllm
 

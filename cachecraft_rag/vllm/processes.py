@@ -17,8 +17,7 @@ def settle_in() -> None:
     """If vLLM started this process: log to vLLM's log, and end some seconds after the process that started this one.
 
     Our logger takes over the handlers and the level of vLLM's logger, unless it or the root logger has handlers
-    already. A thread ends this process with exit code 1, five seconds after the other one has ended. Returns at once,
-    and raises nothing. Does nothing in other processes, whose application does both, and nothing in a second call.
+    already. A thread ends this process with exit code 1, five seconds after the other one has ended.
     """
     parent = multiprocessing.parent_process()
     if parent is None or not multiprocessing.current_process().name.startswith(_NAMES):

@@ -54,8 +54,7 @@ def cached_report(
 
     A segment that begins in the prefix cache gets `outcome`, and its tokens beyond the cache count as not loaded. If
     `outcome` is "reused" and `refused` is "", all segments but the question get it. The other segments are "computed".
-    An instruction there is always "exact".
-    Rows computed are those beyond the cache, times are 0, and there is no "fixed". Raises nothing.
+    An instruction there is always "exact". Rows computed are those beyond the cache, times are 0.
 
     Args:
         prompt: the prompt that was served.
@@ -96,8 +95,6 @@ def reused_tokens(prompt: Prompt, report: FillReport, *, first: int = 0) -> int:
     """Return how many tokens of a prompt were reused, from the connector's report; 0 if the request was refused.
 
     Positions before `first` do not count, see `unchanged_tokens`.
-
-    Raises KeyError, TypeError or ValueError for a report that no connector of this version makes.
     """
     progress = RequestProgress()
     progress.reported(report)
@@ -107,6 +104,8 @@ def reused_tokens(prompt: Prompt, report: FillReport, *, first: int = 0) -> int:
 @dataclass
 class RequestRecord:
     """Progress of one request in an API server.
+
+    A report that no connector of this version makes raises KeyError, TypeError or ValueError in `note` and `take`.
 
     name     see `messages.Ask`
     report   report of the connector, see `filling.Filling.report`
@@ -139,8 +138,7 @@ class RequestRecord:
     ) -> Mapping[str, str] | None:
         """Begin the trace of the request and set `trace`; return the headers for vLLM, which name this trace.
 
-        To be called while `is_tracing`. If the trace cannot begin, that is logged, `trace` stays None, and the client's
-        own headers are returned; nothing is raised.
+        If the trace cannot begin, that is logged, and the client's own headers are returned.
 
         Args:
             model: name of the model.
@@ -156,8 +154,8 @@ class RequestRecord:
     def request_predictions(self, params: RequestParams) -> None:
         """Request the log-probabilities that an audit needs: set `params.logprobs` to 16.
 
-        Does nothing if the answer is not to be audited, that is without `predicted`. An answer with a grammar is not
-        audited, and neither is one whose client wants log-probabilities itself: `predicted` then becomes None.
+        An answer with a grammar is not audited, and neither is one whose client wants log-probabilities itself:
+        `predicted` then becomes None.
         """
         if self.predicted is None:
             return
@@ -175,8 +173,6 @@ class RequestRecord:
         Also corrects the output for the client. Log-probabilities that only the audit asked for are removed. If the
         prompt is filled from chunk-caches, `num_cached_tokens` becomes the number of reused tokens, or None before a
         report; otherwise it stays.
-
-        Raises KeyError, TypeError or ValueError for a report that no connector of this version makes.
         """
         progress = self.progress
         if not progress.first_token_s:
@@ -231,17 +227,13 @@ class RequestRecord:
     def take(self, report: FillReport) -> None:
         """Take a copy of the connector's report, in place of an earlier one, and pass it on to `progress`.
 
-        To be called once the prompt is filled, and again with the last output. Raises KeyError, TypeError or ValueError
-        for a report that no connector of this version makes; `report` holds it then, and `progress` is unchanged.
+        To be called once the prompt is filled, and again with the last output.
         """
         self.report = report.copy()
         self.progress.reported(self.report)
 
     def end(self) -> None:
-        """Note that the request has ended, and when; a second call changes nothing.
-
-        It ended as "closed", unless an output or an error has said otherwise.
-        """
+        """Note that the request has ended; as "closed", unless an output or an error has said otherwise."""
         self.progress.end(self.request, "closed")
 
     def stats(self) -> RequestStats:
@@ -278,23 +270,11 @@ class Records:
         self._ended = Remembered()
 
     def begin(self, name: str, record: RequestRecord) -> None:
-        """Add a request that is handed to vLLM; it replaces one under way that has the same name.
-
-        Args:
-            name: vLLM's id of the request, under which clients ask for its statistics.
-            record: progress of the request.
-        """
+        """Add a request that is handed to vLLM under vLLM's id `name`; it replaces one under way with that name."""
         self._under_way[name] = self._named[record.name] = record
 
     def take(self, name: str, report: FillReport) -> None:
-        """Take the report of a request whose prompt is filled; does nothing for an unknown name.
-
-        Raises KeyError, TypeError or ValueError for a report that no connector of this version makes.
-
-        Args:
-            name: `Ask.name` of the request.
-            report: report of the connector.
-        """
+        """Take the report of a request whose prompt is filled, by `Ask.name`; does nothing for an unknown name."""
         if (record := self._named.get(name)) is not None:
             record.take(report)
 
@@ -302,11 +282,7 @@ class Records:
         """Note that a request has ended: its prompt is forgotten, the statistics of the last 1,000 are kept.
 
         Its trace, if it has one, ends too. A further call with the same record replaces its statistics, and does not
-        count it again. Errors of the function `ended` pass; the statistics are kept by a further call only.
-
-        Args:
-            name: as in `begin`.
-            record: progress of the request.
+        count it again.
         """
         record.end()
         self._named.pop(record.name, None)
@@ -320,11 +296,10 @@ class Records:
         self._ended.keep(name, record.request.session, record.as_dict())
 
     def get(self, name: str, *, session: str | None) -> dict[str, object] | None:
-        """Return the statistics of a request: `RequestRecord.as_dict`, and its name as "id".
+        """Return the statistics of a request so far: `RequestRecord.as_dict`, and its name as "id".
 
-        Those of a request under way are the ones so far. None for a request that is unknown, that ended and is no
-        longer among the last 1,000, or whose session is another one; a `session` of None finds requests without a
-        session only.
+        None for a request that is unknown or no longer among the last 1,000, or whose session is another one; a
+        `session` of None finds requests without a session only.
         """
         numbers = self._ended.get(name, session=session)
         if (record := self._under_way.get(name)) is not None:
@@ -351,9 +326,6 @@ class RecordingClient:
         It is in `kv_transfer_params` under `messages.FIELD`. This call itself marks the record as begun, names its
         request `request_id`, begins its trace if there is a tracer provider, and may set `params.logprobs` for an
         audit. The record is kept also if the request fails or is aborted.
-
-        Raises vLLM's own exceptions, and KeyError, TypeError or ValueError for a report that no connector of this
-        version makes. They are noted in the record first.
         """
         self._record.begun = True
         self._record.request_predictions(params)

@@ -55,11 +55,7 @@ class Refusal:
     advice: str
 
     def error(self, model: str) -> UnsupportedModelError:
-        """Return an UnsupportedModelError with reason and advice, for the caller to raise.
-
-        Args:
-            model: name of the model, with which the message begins.
-        """
+        """Return an UnsupportedModelError with the model's name, the reason and the advice, for the caller to raise."""
         return UnsupportedModelError(
             f"{model} cannot be served from chunk-caches: {self.reason}. {self.advice}."
         )
@@ -68,12 +64,8 @@ class Refusal:
 def refusal(config: PretrainedConfig, options: VLLMOptions) -> Refusal | None:
     """Return why a model with this Hugging Face config cannot be served from chunk-caches, or None if it may be.
 
-    Of several reasons the first one is returned. None is no promise: `worker.refusals` and the self-check know more.
-    Raises KeyError for a config with LongRoPE that lacks the original length; other attributes may be missing.
-
-    Args:
-        config: config of the whole model, which contains that of its text part.
-        options: options of vLLM.
+    None is no promise: `worker.refusals` and the self-check know more. Raises KeyError for a config with LongRoPE that
+    lacks the original length.
     """
     return next(_refusals(config, options), None)
 
@@ -86,11 +78,7 @@ def needed_arguments(text: PretrainedConfig) -> dict[str, object]:
     one set of blocks for all layers.
 
     A model with LongRoPE needs a `max_model_len` of its original context, in tokens, unless its context is no longer
-    than that. vLLM takes the frequencies for long contexts if its own context is longer. Raises KeyError for a config
-    with LongRoPE that lacks the original length, and AttributeError for one that lacks `max_position_embeddings`.
-
-    Args:
-        text: config of the model's text part.
+    than that. vLLM takes the frequencies for long contexts if its own context is longer.
     """
     arguments: dict[str, object] = {}
     if has_windows_in_some_layers(text):
@@ -106,12 +94,7 @@ def missing_arguments(
 ) -> dict[str, object]:
     """Return the needed arguments that have no value in `given`, with their values, and log what each of them costs.
 
-    Returns {} if none is missing. A value in `given` that differs from the needed one is not noticed.
-
-    Args:
-        model: name of the model, for the log.
-        needed: result of `needed_arguments`.
-        given: arguments of vLLM by name; None counts as no value.
+    A value in `given` that differs from the needed one is not noticed; None there counts as no value.
     """
     missing = {name: value for name, value in needed.items() if given.get(name) is None}
     for name, value in missing.items():
@@ -174,11 +157,7 @@ def _of_positions(text: PretrainedConfig, options: VLLMOptions) -> Iterator[Refu
 def has_windows_in_some_layers(text: PretrainedConfig) -> bool:
     """Return True if some layers have a sliding window and all others full attention, and vLLM runs them so.
 
-    Returns False for a config without `layer_types`, and for one with `max_window_layers` (Qwen 2), because vLLM does
-    not run windows in some of its layers only.
-
-    Args:
-        text: config of the model's text part.
+    vLLM does not run windows in some layers only for a config with `max_window_layers` (Qwen 2).
     """
     kinds = set(getattr(text, "layer_types", None) or ())
     # vLLM ends with an error if Qwen 2 has a window in the layers after this number only

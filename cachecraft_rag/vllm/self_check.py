@@ -50,11 +50,11 @@ def check_prompt(vocabulary: int, *, block_size: int, context_length: int) -> Pr
     """Return an instruction, a chunk and a question of random token ids below `vocabulary`, equally long.
 
     Each is longer than a vLLM block, so that a chunk-cache is written across blocks, unless the context is too short
-    for that. Returns None if the context is too short for a check: three segments of `LEAST` tokens and one token of an
-    answer do not fit it. The same arguments give the same token ids, but each call gives new segment ids.
+    for that. Returns None if three segments of `LEAST` tokens and one token of an answer do not fit it. The same
+    arguments give the same token ids, but each call gives new segment ids.
 
     Args:
-        vocabulary: number of token ids of the model. Raises ValueError if it is below 1.
+        vocabulary: number of token ids of the model.
         block_size: tokens of a vLLM block.
         context_length: most tokens of prompt and answer together.
     """
@@ -81,7 +81,6 @@ def self_check(
     """Compare vLLM's own prefill, our passes, and reuse after the same prefix.
 
     These are three requests. The second one captures the instruction and the chunk; the caller removes the captures.
-    The largest difference is logged at level INFO.
 
     Args:
         name: name of the model, for messages.
@@ -94,12 +93,8 @@ def self_check(
         True if all three were compared. False if the store keeps no captures: then only the first two were compared,
         and a warning is logged.
 
-    Raises:
-        UnsupportedModelError: a difference is larger than rounding errors, or our passes or the chunk-caches were not
-            used, so that they could not be compared.
-        KeyError: `dtype` is not in `TOLERANCE`.
-
-    Errors of `predict` and `kept` pass.
+    Raises UnsupportedModelError if a difference is larger than rounding errors, or our passes or the chunk-caches were
+    not used.
     """
     began = time.perf_counter()
     tokens = prompt.bounds[-1]

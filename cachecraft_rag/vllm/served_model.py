@@ -62,14 +62,8 @@ class VLLMModel(ServedModel):
                 is refused before its weights are read. None for a vLLM that runs already: nothing is refused, the
                 fingerprint is that of the checkpoint alone, and `arguments` is {}.
 
-        Raises:
-            ModelNotFoundError: nothing of that name can be loaded, the hub cannot be reached, a file cannot be read or
-                is damaged, or the converted demo model cannot be written.
-            UnsupportedModelError: chunk-caches cannot be reused with this model and these options, or it has no weight
-                files on this machine.
-            ConfigError: `$CACHECRAFT_CACHE` begins with the home folder of an unknown user ("~name").
-            AttributeError: the config lacks the number of layers or heads, the width, or the longest context.
-            KeyError: the config has LongRoPE and lacks the original length.
+        Raises UnsupportedModelError also without weight files on this machine; AttributeError or KeyError if the config
+        lacks the number of layers or heads, the width, the longest context or, with LongRoPE, the original length.
         """
         from transformers import AutoTokenizer
 
@@ -107,10 +101,7 @@ class VLLMModel(ServedModel):
         )
 
     def require_ranks(self, ranks: int) -> None:
-        """Raise UnsupportedModelError if the key/value heads cannot be divided among so many tensor-parallel ranks.
-
-        The message lists the possible numbers. Raises ConfigError if `ranks` is below 1. Otherwise returns None.
-        """
+        """Raise UnsupportedModelError if the key/value heads cannot be divided among so many tensor-parallel ranks."""
         heads = self.layout.kv_heads
         check_whole("tensor_parallel_size", ranks, least=1)
         if heads % ranks:

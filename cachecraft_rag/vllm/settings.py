@@ -29,10 +29,9 @@ _MEMORY = "vLLM has the device's memory; its own prefix cache takes the device t
 def check_config(config: EngineConfig) -> EngineConfig:
     """Return a copy of the config with `OFF` applied: `reuse.plain_prompts` is "off" in it.
 
-    Raises ConfigError for the first option that has no effect over vLLM, and for a quality target without audits, or
-    together with a recompute ratio or α. Without effect are `device`, `decode_rows`, `max_waiting`, `preload_bytes`,
-    `wait_timeout_s`, new variants "always", the text of audits, and `device` and `device_bytes` of the
-    store; their usual values are accepted.
+    Raises ConfigError for the first option that has no effect over vLLM (`_VLLM_DECIDES`, new variants "always", the
+    text of audits, and `device` and `device_bytes` of the store), and for a quality target without audits, or together
+    with a recompute ratio or α. Usual values are accepted.
     """
     config.require_usable_target()
     usual = EngineConfig()
@@ -84,10 +83,7 @@ class ConnectorSettings:
 
     @classmethod
     def of(cls, vllm_config: VLLMConfig) -> ConnectorSettings:
-        """Return the settings in the config of a running vLLM, not a copy.
-
-        Raises ConfigError if the config has none, because this package did not start that vLLM.
-        """
+        """Return the settings in the config of a running vLLM. Raises ConfigError if this package did not start it."""
         transfer = vllm_config.kv_transfer_config
         extra: Mapping[str, object] = {} if transfer is None else transfer.kv_connector_extra_config
         settings = extra.get(_KEY)
@@ -98,10 +94,7 @@ class ConnectorSettings:
         return settings
 
     def transfer_config(self) -> object:
-        """Return a new `KVTransferConfig` of vLLM, which holds these settings and starts the connector with them.
-
-        With it, vLLM computes blocks that cannot be filled. Imports vLLM; raises ImportError if it is not installed.
-        """
+        """Return a new `KVTransferConfig` of vLLM, which holds these settings and starts the connector with them."""
         from vllm.config import KVTransferConfig
 
         return KVTransferConfig(

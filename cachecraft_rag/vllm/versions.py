@@ -37,12 +37,8 @@ def require_installed() -> None:
 def require_vllm() -> None:
     """Check that a known version of vLLM is installed, and make vLLM spawn its processes.
 
-    A forked process would inherit the store's locks without the threads that release them. Imports vLLM. If its version
-    is known, the environment variable `VLLM_WORKER_MULTIPROC_METHOD` becomes "spawn", unless it is set already.
-
-    Raises:
-        ConfigError: importing vLLM raises ImportError, or its version is unknown; says what to install. Other errors of
-            the import pass.
+    A forked process would inherit the store's locks without the threads that release them. Imports vLLM, and sets the
+    environment variable `VLLM_WORKER_MULTIPROC_METHOD` to "spawn", unless it is set already.
     """
     try:
         import vllm

@@ -43,11 +43,7 @@ _WAIT_FOR_VARIANTS_S = 30.0
 def check_server(config: VLLMConfig) -> None:
     """Raise ConfigError if this server does not report what audits need: the model's own 16 likeliest tokens.
 
-    It does not if its `logprobs_mode` is another one than "raw_logprobs", or its `max_logprobs` is 0 to 15; a negative
-    number is no limit. Otherwise returns None.
-
-    Args:
-        config: config of the running vLLM.
+    That takes `logprobs_mode` "raw_logprobs", and a `max_logprobs` of at least 16, or negative for no limit.
     """
     model = config.model_config
     if model.logprobs_mode != "raw_logprobs":
@@ -66,11 +62,6 @@ def likeliest_of(logprobs: Mapping[int, TokenLogprob]) -> LikeliestTokens:
     """Return the likeliest token and the log-probabilities of all given tokens, from those of vLLM at one place.
 
     Of equally likely tokens the one with the smallest id counts as the likeliest, as in greedy sampling.
-
-    Raises ValueError without any token.
-
-    Args:
-        logprobs: token id → log-probability.
     """
     log_shares = {token: entry.logprob for token, entry in logprobs.items()}
     likeliest = min(log_shares, key=lambda token: (-log_shares[token], token))
@@ -89,18 +80,10 @@ class PredictedAnswer:
     places: list[LikeliestTokens] = field(default_factory=list)
 
     def note(self, tokens: Sequence[int], logprobs: Sequence[Mapping[int, TokenLogprob]]) -> None:
-        """Note new tokens, and the log-probabilities in the place of each.
+        """Note new tokens, and the log-probabilities in the place of each, of which none may be empty.
 
         Tokens beyond the first 256 of an answer are left out, and so are the last tokens if `logprobs` has fewer
         entries.
-
-        Args:
-            tokens: ids of the new tokens.
-            logprobs: for each token, token id → log-probability of the likeliest tokens in its place; none may be
-                empty.
-
-        Raises ValueError if an entry of `logprobs` is empty. Its token is noted then and its place is not, so the
-        object must not be used further.
         """
         for token, entries in zip(tokens, logprobs, strict=False):
             if len(self.tokens) == MOST_TOKENS:
@@ -177,8 +160,7 @@ class IdleAudits:
         """Return an object that notes the predictions of an answer; None if the answer is not to be audited.
 
         Answers are drawn by chance, with the share of audits. Answers without reuse are not audited, and neither are
-        answers with a grammar, because the predictions compared are those without it. After `close` the result is
-        always None.
+        answers with a grammar, because the predictions compared are those without it.
         """
         config = self.results.config
         is_open = config.share > 0 and not self._closed
@@ -197,9 +179,8 @@ class IdleAudits:
         """Have the first tokens of an answer audited, if its predictions were noted.
 
         Returns at once: the audit waits for idle time. If more than `Audits.waiting` answers wait, the oldest one is
-        dropped and counted. An answer whose chunks are all exact needs no audit: its result is kept at once, and a
-        thread writes it to disk. Does nothing after `close`, for an answer that vLLM computed without chunk-caches, and
-        if no token was read. Raises nothing.
+        dropped and counted. An answer whose chunks are all exact needs no audit: its result is kept at once. Does
+        nothing for an answer that vLLM computed without chunk-caches.
 
         Args:
             request: the request.
@@ -233,8 +214,7 @@ class IdleAudits:
     def forget(self, chunk_ids: Collection[str]) -> None:
         """Drop the audits of prompts with these chunks, because the chunks are removed, and count them as removed.
 
-        The audit under way goes on, but its result is not kept, and it is counted once it ends. Without such audits,
-        nothing happens.
+        The audit under way goes on, but its result is not kept.
         """
         removed = set(chunk_ids)
         with self._changed:
@@ -247,11 +227,7 @@ class IdleAudits:
             self._changed.notify_all()
 
     def settle(self, timeout: float | None = None) -> bool:
-        """Wait until no answer waits for its audit or is being audited, and all results are written.
-
-        Returns True then, and False after `timeout` seconds. None waits without limit. After `close` returns True at
-        once, also while an audit is under way. Raises nothing: audits that fail are logged and counted.
-        """
+        """Wait until no audit waits or is under way, and all results are written; see `VLLMBackend.settle`."""
         with self._changed:
             return self._changed.wait_for(self._settled, timeout)
 
@@ -262,8 +238,7 @@ class IdleAudits:
     def close(self) -> None:
         """Drop all waiting audits, and the result of the one under way, and count them as closed.
 
-        The audit under way is not waited for; results that are being written are, and then their file is closed. A
-        second call does nothing. Raises nothing.
+        The audit under way is not waited for; results that are being written are.
         """
         with self._changed:
             if self._closed:

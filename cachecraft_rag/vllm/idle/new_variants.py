@@ -71,9 +71,7 @@ class IdleVariants:
     def answered(self, prompt_tokens: int, candidate: Candidate | None) -> None:
         """Add the tokens of an answered prompt to the budget, and note the chunks that were fixed in it.
 
-        The threads begin with the first candidate. If more than `NewVariants.waiting` candidates wait, the least
-        valuable one is dropped and counted. Returns at once, and raises nothing. Does nothing if new variants are off,
-        or after `close`.
+        If more than `NewVariants.waiting` candidates wait, the least valuable one is dropped and counted.
 
         Args:
             prompt_tokens: tokens of the prompt; the share `NewVariants.share` of them may be computed.
@@ -94,7 +92,7 @@ class IdleVariants:
         """Drop the candidates with these chunks, because the chunks are being removed, and count them as removed.
 
         A candidate that is being captured is dropped too, but its capture goes on; `removed` then names its chunks that
-        were removed. Raises nothing.
+        were removed.
         """
         with self._changed:
             for candidate in self._wanted.candidates.having(frozenset(chunk_ids)):
@@ -103,19 +101,12 @@ class IdleVariants:
                 removed.update(set(names).intersection(chunk_ids))
 
     def removed(self, candidate: Candidate) -> frozenset[str]:
-        """Return the ids of the chunks of a candidate that were removed since its capture began; maybe empty.
-
-        Raises KeyError for a candidate that is not being captured.
-        """
+        """Return the ids of the chunks of a candidate that were removed since its capture began; maybe empty."""
         with self._changed:
             return frozenset(self._running[candidate.identity])
 
     def settle(self, timeout: float | None = None) -> bool:
-        """Wait until no candidate within the budget waits or is being captured; return False after `timeout` seconds.
-
-        None waits without limit. After `close` returns True at once, also while a capture is under way. Raises nothing:
-        captures that fail are logged and counted.
-        """
+        """Wait until no candidate within the budget waits or is being captured; see `VLLMBackend.settle`."""
         with self._changed:
             return self._changed.wait_for(self._settled, timeout)
 
@@ -123,11 +114,7 @@ class IdleVariants:
         return self._closed or not (self._running or self._wanted.best())
 
     def close(self) -> None:
-        """Drop all candidates and begin no more captures; a capture under way goes on, and is not waited for.
-
-        The candidates, also those that are being captured, are counted as closed. A second call does nothing. Raises
-        nothing.
-        """
+        """Drop all candidates, and count them as closed; a capture under way goes on, and is not waited for."""
         with self._changed:
             self._closed = True
             self._wanted.count(Dropped.CLOSED, self._wanted.candidates.clear())
