@@ -82,6 +82,7 @@ def _counted_device() -> Iterator[tuple[Device, Counter[str]]]:
         patch.object(choice, "_launches", lambda _device: True),
         patch.object(JITFunction, "__getitem__", launcher),
         patch.object(torch.cuda, "get_device_properties", lambda _device: properties),
+        patch.object(torch.Tensor, "is_pinned", lambda _tensor: True),
     ):
         yield device, kernels
 
@@ -112,7 +113,9 @@ def count(size: Size, requests: Requests, folder: Path) -> dict[str, Any]:
             device.host_waits.clear()
             kernels.clear()
             workers.step([fill], [], rows=1 << 30)
-            while not (finished := workers.finished()):  # the simulated device takes longer than a step
+            while not (
+                finished := workers.finished()
+            ):  # the simulated device takes longer than a step
                 workers.step([], [], rows=1 << 30)
             assert finished == {fill.request_id}, "there is no other request"
             _check_filled(workers, fill)

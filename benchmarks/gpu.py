@@ -301,7 +301,7 @@ def kernels_exact(setting: Setting) -> Iterator[dict[str, Any]]:
         errors = {"rotate": _error(rotate(q, *turn), reference.rotate(q, *turn))}
         part = torch.stack((k, v))[None, :, : len(rows)].contiguous()  # one layer of a chunk-cache
         found, expected = torch.zeros_like(part), torch.zeros_like(part, dtype=torch.float64)
-        place(found, part, 0, cos=turn[0], sin=turn[1])
+        place(found, [part], [0], cos=turn[0], sin=turn[1])
         reference.place(expected, part, 0, cos=turn[0], sin=turn[1])
         errors["place"] = _error(found, expected)
         owner, shifts = (rows % 3 - 1).int(), part[0, :, :2].transpose(0, 1).contiguous()
@@ -502,7 +502,9 @@ def gather_rates(setting: Setting, tokens: int) -> dict[str, float]:
     spare = torch.empty_like(chunk)
     calls = 20 if setting.on_gpu else 1
     ours = seconds(
-        setting, lambda: place(merged, chunk, tokens - setting.chunk, cos=cos, sin=sin), calls=calls
+        setting,
+        lambda: place(merged, [chunk], [tokens - setting.chunk], cos=cos, sin=sin),
+        calls=calls,
     )
     copy = seconds(setting, lambda: spare.copy_(chunk), calls=calls)
     moved = 2e-9 * chunk.nbytes

@@ -223,6 +223,8 @@ class DeviceTensor(Tensor):
         name = getattr(func, "__name__", "")
         if name == "is_pinned":
             return False
+        if func is Tensor.data_ptr:
+            return args[0].memory.data_ptr()
         if func in TO_HOST:
             return func(args[0].cpu())
         if func is Tensor.__getitem__:

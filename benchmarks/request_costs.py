@@ -122,6 +122,8 @@ def main(
         print_json(figures)
         return
     for part in ("device", "vllm"):
-        out.print(f"{part}:" if figures[part] else f"{part}: left out; it needs a suitable environment")
+        out.print(
+            f"{part}:" if figures[part] else f"{part}: left out; it needs a suitable environment"
+        )
         for name, value in (figures[part] or {}).items():
             out.print(f"  {name}: {value}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 import sqlite3
 import threading
@@ -289,8 +288,6 @@ def _served(
         yield serve
     finally:
         llm.llm_engine.engine_core.shutdown()
-        del llm
-        gc.collect()
         cleanup_dist_env_and_memory()
 
 

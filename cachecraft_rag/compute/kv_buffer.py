@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -45,8 +46,11 @@ class KVBuffer:
         self.kv = stack.memory.empty(stack.layout.shape(capacity), stack.dtype, stack.device)
         self._device = stack.device
         self._ranks = stack.ranks
-        # Groups of layers on their way to the GPU, by the chunk's position and the first layer, with events.
-        self._copied: dict[tuple[int, int], tuple[Tensor, torch.cuda.Event | None]] = {}
+        self._copies: Iterator[None] = iter(
+            ()
+        )  # each item starts the copies of another group of layers
+        # first layer of each group on its way to the GPU → event after it is placed
+        self._placed: dict[int, torch.cuda.Event | None] = {}
         self.rotary = RotaryTables.of(stack, torch.arange(capacity, device=stack.device))
 
     def place(self, layer: int, chunk: Tensor, start: int) -> None:
@@ -55,56 +59,88 @@ class KVBuffer:
         cos, sin = self.rotary.of_layer(layer)
         place(self.kv[layer], own_heads, start, cos=cos, sin=sin)
 
-    def place_resident(self, layer: int, resident: ResidentKV) -> None:
-        """Write one layer of a chunk-cache in memory at its place. Call it for each layer, beginning with the first.
+    @torch.inference_mode()
+    def take(self, chunks: Sequence[ResidentKV]) -> None:
+        """Take the chunk-caches in memory; call it once, before `place_resident`.
 
-        With Triton, a chunk-cache on the buffer's own device is placed in all layers at the call for layer 0: launching
-        a kernel for each layer would take longer. Any other is copied to a GPU in groups of `LAYERS_PER_COPY` layers,
-        one group ahead.
+        With Triton, those on the buffer's own device that hold this rank's heads only are placed in all layers at once.
+        On a GPU, all others are copied in groups of four layers (`LAYERS_PER_COPY`) on a stream of their own, and each
+        group is placed there in one launch. All copies from page-locked memory begin here. Other copies, and those of a
+        rank's part of the heads, block this thread: of these a group begins while the one before it is computed.
         """
-        if self._is_on_this_gpu(resident.kv):
-            if layer == 0:
-                self._place_layers(resident.kv, resident.start, 0)
-        elif self._device.type != "cuda":
-            self.place(layer, resident.kv[layer], resident.start)
-        elif layer % LAYERS_PER_COPY == 0:
-            self._place_copied(layer, resident)
+        on_device = [chunk for chunk in chunks if self._is_on_this_gpu(chunk.kv)]
+        if on_device:
+            tensors = [chunk.kv for chunk in on_device]
+            self._place_layers(tensors, [chunk.start for chunk in on_device], 0)
+        others = [chunk for chunk in chunks if not self._is_on_this_gpu(chunk.kv)]
+        if self._device.type != "cuda" or not others:
+            return
+        self._copies = self._copied_groups(others)
+        own_heads = self.kv.shape[3]
+        may_block = any(
+            chunk.kv.shape[3] != own_heads or not chunk.kv.is_pinned() for chunk in others
+        )
+        for _ in range(1 if may_block else len(self.kv)):
+            next(self._copies, None)
 
-    def _place_copied(self, first: int, resident: ResidentKV) -> None:
-        """Place the group of layers that begins with `first`, and start to copy the next group."""
-        key = (resident.start, first)
-        if key not in self._copied:
-            self._copied[key] = self._start_copy(first, resident)
-        layers, arrived = self._copied.pop(key)
-        following = first + LAYERS_PER_COPY
-        if following < len(self.kv):
-            self._copied[(resident.start, following)] = self._start_copy(following, resident)
-        wait_on_stream(arrived, layers)
-        self._place_layers(layers, resident.start, first)
+    def place_resident(self, layer: int, chunks: Sequence[ResidentKV]) -> None:
+        """Write one layer of chunk-caches in memory at their places. Call it for each layer, beginning with the first.
 
-    def _start_copy(
-        self, first: int, resident: ResidentKV
-    ) -> tuple[Tensor, torch.cuda.Event | None]:
-        """Start to copy a group of layers; return it, `[layers, 2, tokens, own kv_heads, head_dim]`, with an event."""
-        chunk = resident.kv[first : first + LAYERS_PER_COPY]
-        layers = len(chunk)
+        On a CPU each call places one layer. On a GPU it lets later work of this thread wait until the layer of all
+        chunk-caches of `take` is placed.
+        """
+        if self._device.type == "cuda":
+            if layer in self._placed:
+                wait_on_stream(self._placed.pop(layer), self.kv)
+                next(self._copies, None)
+            return
+        for chunk in chunks:
+            if not self._is_on_this_gpu(chunk.kv):
+                self.place(layer, chunk.kv[layer], chunk.start)
+
+    def _copied_groups(self, chunks: Sequence[ResidentKV]) -> Iterator[None]:
+        """Copy and place one group of layers of all these chunk-caches for each item, in order, on the copy stream.
+
+        All groups pass through the same memory, which only the copy stream uses.
+        """
+        copies = copy_stream(self._device)
+        # earlier work may still use the memory that the buffer has now
+        copies.wait_stream(torch.cuda.current_stream(self._device))
+        used = [self.kv, *(table for tables in self.rotary.tables for table in tables)]
+        for tensor in used:
+            tensor.record_stream(
+                copies
+            )  # its memory is reused only after the copies, even of a request that ends early
+        starts = [chunk.start for chunk in chunks]
+        room: list[Tensor] = []
+        for first in range(0, len(self.kv), LAYERS_PER_COPY):
+            with torch.cuda.stream(copies):
+                sources = [self._own_group(chunk.kv, first) for chunk in chunks]
+                if not room:
+                    room = _room_for(sources, self._device)
+                group = [space[: len(source)] for space, source in zip(room, sources, strict=True)]
+                torch._foreach_copy_(group, sources, non_blocking=True)
+                self._place_layers(group, starts, first)
+                self._placed[first] = launched(self._device)
+            yield
+
+    def _own_group(self, kv: Tensor, first: int) -> Tensor:
+        """Return this rank's heads of the layers from `first` on, `[layers, 2, tokens, kv_heads, head_dim]`."""
+        group = kv[first : first + LAYERS_PER_COPY]
         # keys and values of each layer along dimension 0
-        own_heads = self._ranks.own_heads(chunk.flatten(0, 1))
-        with torch.cuda.stream(copy_stream(self._device)):
-            moved = own_heads.to(self._device, non_blocking=True)
-            return moved.view(layers, 2, *moved.shape[1:]), launched(self._device)
+        own_heads = self._ranks.own_heads(group.flatten(0, 1))
+        return own_heads.view(len(group), 2, *own_heads.shape[1:])
 
-    def _place_layers(self, chunk: Tensor, start: int, first: int) -> None:
-        """Write several layers of a chunk-cache on this device, the first of which is layer `first`."""
-        merged = self.kv[first : first + len(chunk)]
+    def _place_layers(self, chunks: Sequence[Tensor], starts: Sequence[int], first: int) -> None:
+        """Write several layers of chunk-caches on this device, the first of which is layer `first`."""
+        count = len(chunks[0])
+        merged = self.kv[first : first + count]
         for kind, (cos, sin) in enumerate(self.rotary.tables):
             layers = [
-                layer - first
-                for layer in self.rotary.layers(kind)
-                if 0 <= layer - first < len(chunk)
+                layer - first for layer in self.rotary.layers(kind) if 0 <= layer - first < count
             ]
             if layers:
-                place_all(merged, chunk, start, cos=cos, sin=sin, layers=layers)
+                place_all(merged, chunks, starts, cos=cos, sin=sin, layers=layers)
 
     def _is_on_this_gpu(self, kv: Tensor) -> bool:
         """Return True for a chunk-cache on this GPU with the heads of this rank only."""
@@ -121,3 +157,12 @@ class KVBuffer:
         computing.wait_stream(copies)
         moved.record_stream(computing)  # its memory is reused only after this stream has read it
         return moved
+
+
+def _room_for(sources: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Return uninitialised tensors of the shapes of `sources`, in one block of memory on the device."""
+    block = torch.empty(
+        sum(source.numel() for source in sources), dtype=sources[0].dtype, device=device
+    )
+    parts = block.split([source.numel() for source in sources])
+    return [part.view(source.shape) for part, source in zip(parts, sources, strict=True)]

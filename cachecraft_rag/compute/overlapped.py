@@ -109,6 +109,7 @@ class OverlappedPrefill:
         self._layers = stack.layout.layers
         self._ids = np.asarray(job.token_ids, dtype=np.int64)  # [tokens]
         self._buffer = KVBuffer(stack, max(job.capacity, len(self._ids)))
+        self._buffer.take(job.resident)
         bounds = job.rows.bounds
         spans = [(segment, bounds[segment], bounds[segment + 1]) for segment in job.captures]
         self._recorder = CaptureRecorder(
@@ -507,8 +508,7 @@ class OverlappedPrefill:
     ) -> None:
         """Write one layer of chunk-caches into the buffer: of these resident ones, and of all loaded ones."""
         with self._timer("placing"):
-            for chunk in resident:
-                self._buffer.place_resident(layer, chunk)
+            self._buffer.place_resident(layer, resident)
             self._loads.place(layer, self._buffer, below=below)
 
     def _compute_instead(self, positions: Iterable[int]) -> None:
