@@ -60,6 +60,7 @@ class Stream:
         self.ran = 0
         self._lock = lock
         self._queue: list[Callable[[], object]] = []
+        self.finished_at: list[float] = []  # time on the device at which each operation had run
 
     def add(self, operation: Callable[[], object]) -> None:
         """Queue an operation."""
@@ -82,6 +83,7 @@ class Stream:
                     operation()
                 if THE:
                     THE[0].clock += Device.operation_s
+                self.finished_at.append(THE[0].clock if THE else 0.0)
 
     def synchronize(self) -> None:
         """Run everything; the host waits for it."""
@@ -118,6 +120,17 @@ class Event:
     def wait(self, stream: Stream | None = None) -> None:
         """Let a stream wait for this event."""
         (stream or torch.cuda.current_stream()).wait_event(self)  # type: ignore[arg-type]
+
+    def elapsed_time(self, later: Event) -> float:
+        """Return the milliseconds between both on the device."""
+        return 1e3 * (later.reached_at - self.reached_at)
+
+    @property
+    def reached_at(self) -> float:
+        """Time on the device at which the recorded operations had run, in seconds."""
+        assert self.stream is not None, "it is not recorded"
+        assert self.query(), "the device has not computed them yet"
+        return self.stream.finished_at[self.index - 1] if self.index else 0.0
 
     def query(self) -> bool:
         """Return True if the recorded operations have run."""

@@ -46,9 +46,8 @@ class KVBuffer:
         self.kv = stack.memory.empty(stack.layout.shape(capacity), stack.dtype, stack.device)
         self._device = stack.device
         self._ranks = stack.ranks
-        self._copies: Iterator[None] = iter(
-            ()
-        )  # each item starts the copies of another group of layers
+        # each item starts the copies of another group of layers
+        self._copies: Iterator[None] = iter(())
         # first layer of each group on its way to the GPU → event after it is placed
         self._placed: dict[int, torch.cuda.Event | None] = {}
         self.rotary = RotaryTables.of(stack, torch.arange(capacity, device=stack.device))
@@ -108,9 +107,8 @@ class KVBuffer:
         copies.wait_stream(torch.cuda.current_stream(self._device))
         used = [self.kv, *(table for tables in self.rotary.tables for table in tables)]
         for tensor in used:
-            tensor.record_stream(
-                copies
-            )  # its memory is reused only after the copies, even of a request that ends early
+            # its memory is reused only after the copies, even if the request ends early
+            tensor.record_stream(copies)
         starts = [chunk.start for chunk in chunks]
         room: list[Tensor] = []
         for first in range(0, len(self.kv), LAYERS_PER_COPY):

@@ -216,6 +216,34 @@ def test_the_speed_of_computing_is_that_of_the_device_and_not_that_of_launching(
     assert speed.whole_s(speed.rows(range(40))) >= 0.9 * stream.queued * Device.operation_s
 
 
+def test_a_prefill_that_runs_ahead_waits_for_nothing_and_is_timed_once_it_is_computed(
+    decoder: Decoder, decoder_on_device: Decoder, device: Device
+) -> None:
+    expected = prefill(decoder, WHOLE)
+    job = PrefillJob(IDS, Rows.of(BOUNDS, new=range(40)))
+    speed = ComputeSpeed(decoder_on_device.keys_per_row)
+    no_loads = PendingLoads.of_nothing(decoder_on_device.layout.layers)
+    device.host_waits.clear()
+    ahead = OverlappedPrefill(decoder_on_device, job, no_loads, speed, runs_ahead=True)
+    result = run(decoder_on_device, ahead.steps())
+    assert "an event" not in device.host_waits
+    assert not speed.known
+    stream = device.stream_of(1)
+    torch.testing.assert_close(result.hidden.cpu(), expected.hidden)
+    assert speed.known
+    assert speed.whole_s(speed.rows(range(40))) >= 0.8 * stream.queued * Device.operation_s
+
+
+def test_what_is_captured_is_computed_before_the_prefill_ends(
+    decoder_on_device: Decoder, device: Device
+) -> None:
+    speed = ComputeSpeed(decoder_on_device.keys_per_row)
+    no_loads = PendingLoads.of_nothing(decoder_on_device.layout.layers)
+    ahead = OverlappedPrefill(decoder_on_device, WHOLE, no_loads, speed, runs_ahead=True)
+    run(decoder_on_device, ahead.steps())
+    assert speed.known
+
+
 @torch.inference_mode()
 def test_few_layers_are_launched_before_the_device_has_computed_them(
     decoder_on_device: Decoder, device: Device, monkeypatch: pytest.MonkeyPatch
