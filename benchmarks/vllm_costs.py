@@ -20,7 +20,7 @@ from cachecraft_rag.engine.config import EngineConfig
 from cachecraft_rag.store import StoreConfig
 from cachecraft_rag.vllm.messages import FIELD, Ask
 from cachecraft_rag.vllm.options import VLLMOptions
-from cachecraft_rag.vllm.served_model import ServedModel
+from cachecraft_rag.vllm.served_model import VLLMModel
 from cachecraft_rag.vllm.settings import ConnectorSettings
 
 if TYPE_CHECKING:
@@ -251,7 +251,7 @@ def _served(
     from vllm import LLM, SamplingParams
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
-    served = ServedModel.load(str(model), dtype="float32", options=VLLMOptions.from_values({}))
+    served = VLLMModel.load(str(model), dtype="float32", options=VLLMOptions.from_values({}))
     config = EngineConfig(namespace=_NAMESPACE, store=StoreConfig(host_bytes=1 << 30))
     settings = ConnectorSettings(str(folder / "store"), served.identity, config, _KEY)
     longest = size.tokens + 1024
