@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cachecraft_rag.compute.stack import RotaryTables, Stack
-from cachecraft_rag.kernels.gather import place, place_all
+from cachecraft_rag.kernels.gather import place_all
 from cachecraft_rag.kernels.gpu.choice import uses_triton
 from cachecraft_rag.kernels.gpu.streams import copy_stream, launched, wait_on_stream
 
@@ -54,18 +54,27 @@ class KVBuffer:
 
     def place(self, layer: int, chunk: Tensor, start: int) -> None:
         """Rotate keys and copy values of a layer `[2, tokens, all kv_heads, head_dim]` to `start` on."""
-        own_heads = self._on_device(self._ranks.own_heads(chunk))
+        self.place_all(layer, [(chunk, start)])
+
+    def place_all(self, layer: int, chunks: Sequence[tuple[Tensor, int]]) -> None:
+        """Do the work of `place` for several chunks: on a GPU in one call that copies, and one launch."""
+        own_heads = self._on_device([self._ranks.own_heads(chunk) for chunk, _ in chunks])
+        merged = self.kv[layer : layer + 1]
+        starts = [start for _, start in chunks]
         cos, sin = self.rotary.of_layer(layer)
-        place(self.kv[layer], own_heads, start, cos=cos, sin=sin)
+        place_all(
+            merged, [chunk[None] for chunk in own_heads], starts, cos=cos, sin=sin, layers=[0]
+        )
 
     @torch.inference_mode()
-    def take(self, chunks: Sequence[ResidentKV]) -> None:
+    def take(self, chunks: Sequence[ResidentKV], *, at_once: bool = True) -> None:
         """Take the chunk-caches in memory; call it once, before `place_resident`.
 
         With Triton, those on the buffer's own device that hold this rank's heads only are placed in all layers at once.
         On a GPU, all others are copied in groups of four layers (`LAYERS_PER_COPY`) on a stream of their own, and each
-        group is placed there in one launch. All copies from page-locked memory begin here. Other copies, and those of a
-        rank's part of the heads, block this thread: of these a group begins while the one before it is computed.
+        group is placed there in one launch. With `at_once`, all copies from page-locked memory begin here. Otherwise a
+        group begins while the one before it is computed, and so do copies that block this thread: from other memory, or
+        of a rank's part of the heads.
         """
         on_device = [chunk for chunk in chunks if self._is_on_this_gpu(chunk.kv)]
         if on_device:
@@ -79,7 +88,7 @@ class KVBuffer:
         may_block = any(
             chunk.kv.shape[3] != own_heads or not chunk.kv.is_pinned() for chunk in others
         )
-        for _ in range(1 if may_block else len(self.kv)):
+        for _ in range(len(self.kv) if at_once and not may_block else 1):
             next(self._copies, None)
 
     def place_resident(self, layer: int, chunks: Sequence[ResidentKV]) -> None:
@@ -144,16 +153,17 @@ class KVBuffer:
         """Return True for a chunk-cache on this GPU with the heads of this rank only."""
         return uses_triton(kv) and kv.device == self.kv.device and kv.shape[3] == self.kv.shape[3]
 
-    def _on_device(self, chunk: Tensor) -> Tensor:
-        """Return the chunk on this device. On a GPU the copy runs beside the layers that are computed."""
-        if self._device.type != "cuda" or chunk.device == self._device:
-            return chunk.to(self._device, non_blocking=True)
+    def _on_device(self, chunks: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return the chunks on this device. On a GPU the copies run beside the layers that are computed."""
+        if self._device.type != "cuda" or all(chunk.device == self._device for chunk in chunks):
+            return [chunk.to(self._device) for chunk in chunks]
         copies = copy_stream(self._device)
         with torch.cuda.stream(copies):
-            moved = chunk.to(self._device, non_blocking=True)
+            moved = _room_for(chunks, self._device)
+            torch._foreach_copy_(moved, chunks, non_blocking=True)
         computing = torch.cuda.current_stream(self._device)
         computing.wait_stream(copies)
-        moved.record_stream(computing)  # its memory is reused only after this stream has read it
+        moved[0].record_stream(computing)  # the memory is reused only after this stream has read it
         return moved
 
 
@@ -162,5 +172,5 @@ def _room_for(sources: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     block = torch.empty(
         sum(source.numel() for source in sources), dtype=sources[0].dtype, device=device
     )
-    parts = block.split([source.numel() for source in sources])
+    parts = torch.split(block, [source.numel() for source in sources])
     return [part.view(source.shape) for part, source in zip(parts, sources, strict=True)]

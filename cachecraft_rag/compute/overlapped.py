@@ -116,7 +116,8 @@ class OverlappedPrefill:
         self._layers = stack.layout.layers
         self._ids = np.asarray(job.token_ids, dtype=np.int64)  # [tokens]
         self._buffer = KVBuffer(stack, max(job.capacity, len(self._ids)))
-        self._buffer.take(job.resident)
+        # copies of loaded layers must not wait for all of these
+        self._buffer.take(job.resident, at_once=not loads.extents)
         bounds = job.rows.bounds
         spans = [(segment, bounds[segment], bounds[segment + 1]) for segment in job.captures]
         self._recorder = CaptureRecorder(

@@ -120,6 +120,21 @@ def test_the_copies_of_a_request_begin_at_once_in_groups_that_hold_all_its_chunk
     torch.testing.assert_close(result.buffer.kv.cpu()[:, :, 8:36], expected.buffer.kv[:, :, 8:36])
 
 
+@torch.inference_mode()
+def test_a_loaded_layer_of_several_chunk_caches_is_copied_in_one_call(
+    decoder: Decoder, decoder_on_device: Decoder, device: Device
+) -> None:
+    captures = prefill(decoder, WHOLE).recorder.captures
+    chunks = [(captures[1].kv[2], 8), (captures[2].kv[2], 20)]
+    expected = kv_buffer.KVBuffer(decoder, 40)
+    expected.place_all(2, chunks)
+    buffer = kv_buffer.KVBuffer(decoder_on_device, 40)
+    buffer.place_all(2, chunks)
+    copies = [call for call in device.copy_calls if call.dtype.is_floating_point]
+    assert [call.transfers for call in copies] == [2]
+    torch.testing.assert_close(buffer.kv.cpu()[2, :, 8:36], expected.kv[2, :, 8:36])
+
+
 def test_copies_outlive_a_request_that_is_given_up(
     decoder: Decoder,
     decoder_on_device: Decoder,
