@@ -107,18 +107,15 @@ def count(size: Size, requests: Requests, folder: Path) -> dict[str, Any]:
             _store_chunks(store, settings, requests.capture)
             workers = Workers(stack, store, settings, block_size=_BLOCK)
             scheduling = Scheduling(store, settings, block_size=_BLOCK, prefix_caching=False)
-            fill = _fill_of(scheduling, requests.reuse)
-            device.launches = 0
-            device.copy_calls.clear()
-            device.host_waits.clear()
-            kernels.clear()
-            workers.step([fill], [], rows=1 << 30)
-            while not (
-                finished := workers.finished()
-            ):  # the simulated device takes longer than a step
-                workers.step([], [], rows=1 << 30)
-            assert finished == {fill.request_id}, "there is no other request"
-            _check_filled(workers, fill)
+            for name in ("warm-up", "counted"):
+                device.launches = 0
+                device.copy_calls.clear()
+                device.host_waits.clear()
+                kernels.clear()
+                stack.layer_calls = 0
+                stack.block_writes = 0
+                _serve(workers, _fill_of(scheduling, requests.reuse, name))
+                scheduling.ended({name})
             copies = [call for call in device.copy_calls if call.dtype.is_floating_point]
             figures = {
                 "launches": device.launches + kernels.total(),
@@ -157,11 +154,11 @@ def _store_chunks(store: ChunkCacheStore, settings: ConnectorSettings, ask: Ask)
         before = (*before, segment.segment_id)
 
 
-def _fill_of(scheduling: Scheduling, ask: Ask) -> Fill:
+def _fill_of(scheduling: Scheduling, ask: Ask, name: str) -> Fill:
     """Return the fill that the scheduler's side makes of the request."""
     tokens = ask.prompt.bounds[-1]
     request: Any = SimpleNamespace(
-        request_id="counted",
+        request_id=name,
         kv_transfer_params={FIELD: ask.message(_KEY)},
         prompt_token_ids=ask.prompt.token_ids,
         num_prompt_tokens=tokens,
@@ -180,8 +177,12 @@ def _fill_of(scheduling: Scheduling, ask: Ask) -> Fill:
     return fill
 
 
-def _check_filled(workers: Workers, fill: Fill) -> None:
-    """Raise AssertionError unless the request was filled in one step, with its chunks reused."""
+def _serve(workers: Workers, fill: Fill) -> None:
+    """Fill the request's blocks; raises AssertionError unless its chunks were reused."""
+    workers.step([fill], [], rows=1 << 30)
+    while not (finished := workers.finished()):  # the simulated device takes longer than a step
+        workers.step([], [], rows=1 << 30)
+    assert finished == {fill.request_id}, "there is no other request"
     news = workers.news()
     assert news is not None
     report = news.reports[fill.request_id]
