@@ -37,6 +37,7 @@ COMMANDS = {
     "quality-replay": "A quality target on many streams, replayed from answers that are given once",
     "quality-target": "A quality target on a stream of questions, against fixed recompute ratios",
     "queue-preloading": "Times of requests that wait, with and without loading for the whole queue",
+    "request-costs": "Launches, copies, waits and steps of one request over vLLM, and the time of Python",
     "rows": "What each recomputed row buys, in right answers, divergence and time",
     "same-answers": "The same answers and statistics as another checkout, on 200 requests",
     "scale": "Retrieval, look-up and planning as the number of chunks grows",

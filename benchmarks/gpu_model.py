@@ -119,6 +119,7 @@ class CountedStack:
 
     keys_per_row = 1.0
     attention_paths = UNMEASURED
+    whole_model = None
 
     def __init__(self, layers: int) -> None:
         from cachecraft_rag.compute.stack import Alone, AttentionSettings

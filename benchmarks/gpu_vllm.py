@@ -7,9 +7,8 @@ page-locked host memory, because vLLM has the GPU's memory.
 from __future__ import annotations
 
 import os
-import statistics
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -77,8 +76,17 @@ def write_checkpoint(folder: Path, setting: Setting) -> None:
     save_file({"model.norm.weight": torch.ones(1)}, folder / "model.safetensors")
 
 
+_PAIRS = 10  # fewest timings of each side at each length
+
+
 def requests(setting: Setting, engine: VLLMEngine, tokens: int) -> dict[str, Any]:
-    """Seconds to the first token of a prompt of about so many tokens: vLLM's own, reused, and all computed by us."""
+    """Seconds to the first token of a prompt of about so many tokens, and the series of all timings.
+
+    Timed in turns: vLLM's own prefill; reuse with chunk-caches in host memory; and the same with every token recomputed
+    (`recompute_ratio` 1: it loads, probes and corrects too). Timed after these, because captures of one prompt are
+    stored during the next: prompts of new chunks. Ratios compare the fastest times, which one-off costs of the first
+    requests do not raise.
+    """
     from benchmarks.first_token import Shape, chunks_of
     from cachecraft_rag.planning.config import ReuseConfig
     from cachecraft_rag.types.prompts import Prompt
@@ -91,35 +99,56 @@ def requests(setting: Setting, engine: VLLMEngine, tokens: int) -> dict[str, Any
     engine.capture(other, range(len(other.segments)), primed=True)
 
     reuse = ReuseConfig(recompute_ratio=setting.share, capture=False, min_prompt_tokens=0)
-    sides = {
-        "own": ReuseConfig.full_prefill(),
-        "host": reuse,
-        "all_recomputed": ReuseConfig(recompute_ratio=1.0, capture=False, min_prompt_tokens=0),
+    whole = ReuseConfig(recompute_ratio=1.0, capture=False, min_prompt_tokens=0)
+    capturing = ReuseConfig(recompute_ratio=setting.share, min_prompt_tokens=0)
+    fresh = _new_chunks(engine.decoder, shape.chunks, shape.chunk_tokens)
+    sides: dict[str, Callable[[], RequestStats]] = {
+        "own": lambda: _ask(engine, chunks, ReuseConfig.full_prefill()),
+        "host": lambda: _ask(engine, chunks, reuse),
+        "recompute_ratio_1": lambda: _ask(engine, chunks, whole),
     }
-    for config in sides.values():  # warms up, and fills the memory tier
-        _ask(engine, chunks, config)
-    times: dict[str, list[float]] = {name: [] for name in sides}
-    for _ in range(setting.repeats):
-        for name, config in sides.items():
-            times[name].append(_ask(engine, chunks, config).ttft_s)
-    medians = {name: statistics.median(values) for name, values in times.items()}
-    stats = _ask(engine, chunks, reuse)
+    new_chunks = {"new_chunks": lambda: _ask(engine, next(fresh), capturing)}
+    series: dict[str, list[float]] = {name: [] for name in (*sides, *new_chunks)}
+    last: dict[str, RequestStats] = {}
+    for group in (sides, new_chunks):
+        for _ in range(max(_PAIRS, setting.repeats)):
+            for name, side in group.items():
+                last[name] = side()
+                series[name].append(last[name].ttft_s)
+    stats = last["host"]
     outcomes = {chunk.outcome for chunk in stats.chunks}
     assert outcomes == {"reused"}, f"chunks were {', '.join(sorted(outcomes))}: {stats.chunks[0]}"
+    assert {chunk.outcome for chunk in last["new_chunks"].chunks} == {"computed"}
+    fastest = {name: min(values) for name, values in series.items()}
     running: Any = engine._serving.vllm_config
     return {
         "tokens": stats.tokens_prompt,
-        "own_s": medians["own"],
+        "own_s": fastest["own"],
         "plan_s": stats.plan_s,
         "prefill_s": stats.prefill_s,
-        "ratio_host": medians["host"] / medians["own"],
-        "ratio_all_recomputed": medians["all_recomputed"] / medians["own"],
+        **{f"ratio_{name}": fastest[name] / fastest["own"] for name in list(series)[1:]},
         "token_ratio": (stats.tokens_recomputed + stats.tokens_computed) / stats.tokens_prompt,
         "tiers": "+".join(sorted({str(chunk.tier) for chunk in stats.chunks})),
         "measured_min_prompt_tokens": engine.min_prompt_tokens,
         "runner": 2 if running.use_v2_model_runner else 1,
         "async_scheduling": running.scheduler_config.async_scheduling,
+        "series_ms": {
+            name: [round(1e3 * seconds, 2) for seconds in values] for name, values in series.items()
+        },
     }
+
+
+def _new_chunks(model: Any, count: int, tokens: int) -> Iterator[list[Chunk]]:
+    """Yield chunks of the same number of tokens that no prompt had before."""
+    from benchmarks.first_token import chunks_of
+    from cachecraft_rag.types.documents import Chunk
+
+    texts = [chunk.text for chunk in chunks_of(model, count=count, tokens=tokens)]
+    number = 0
+    while True:
+        number += 1
+        label = f"{number:06d} "
+        yield [Chunk(label + text[len(label) :]) for text in texts]
 
 
 def _ask(engine: VLLMEngine, chunks: Sequence[Chunk], config: ReuseConfig) -> RequestStats:

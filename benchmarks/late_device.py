@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
@@ -60,6 +60,7 @@ class Stream:
         self.ran = 0
         self._lock = lock
         self._queue: list[Callable[[], object]] = []
+        self.finished_at: list[float] = []  # time on the device at which each operation had run
 
     def add(self, operation: Callable[[], object]) -> None:
         """Queue an operation."""
@@ -82,8 +83,12 @@ class Stream:
                     operation()
                 if THE:
                     THE[0].clock += Device.operation_s
+                self.finished_at.append(THE[0].clock if THE else 0.0)
 
-    synchronize = run
+    def synchronize(self) -> None:
+        """Run everything; the host waits for it."""
+        note_wait("a stream")
+        self.run()
 
     def record_event(self, event: Event | None = None) -> Event:
         """Record the operations queued so far."""
@@ -94,7 +99,7 @@ class Stream:
 
     def wait_event(self, event: Event) -> None:
         """Run later operations only after those that the event records."""
-        self.add(event.synchronize)
+        self.add(event.reach)
 
     def wait_stream(self, stream: Stream) -> None:
         """Run later operations only after those that are queued on another stream."""
@@ -116,14 +121,38 @@ class Event:
         """Let a stream wait for this event."""
         (stream or torch.cuda.current_stream()).wait_event(self)  # type: ignore[arg-type]
 
+    def elapsed_time(self, later: Event) -> float:
+        """Return the milliseconds between both on the device."""
+        return 1e3 * (later.reached_at - self.reached_at)
+
+    @property
+    def reached_at(self) -> float:
+        """Time on the device at which the recorded operations had run, in seconds."""
+        assert self.stream is not None, "it is not recorded"
+        assert self.query(), "the device has not computed them yet"
+        return self.stream.finished_at[self.index - 1] if self.index else 0.0
+
     def query(self) -> bool:
         """Return True if the recorded operations have run."""
         return self.stream is None or self.stream.ran >= self.index
 
-    def synchronize(self) -> None:
+    def reach(self) -> None:
         """Run the recorded operations."""
         if self.stream is not None:
             self.stream.run(self.index)
+
+    def synchronize(self) -> None:
+        """Run the recorded operations; the host waits for them."""
+        note_wait("an event")
+        self.reach()
+
+
+@dataclass(frozen=True, slots=True)
+class CopyCall:
+    """A call that copies tensors of one dtype from the host, with the number of its transfers."""
+
+    dtype: torch.dtype
+    transfers: int
 
 
 @dataclass
@@ -133,6 +162,8 @@ class Device:
     clock            time in seconds on the device: each operation that has run takes `operation_s`
     sizes_to_device  bytes of each copy from the host
     sizes_to_host    bytes of each copy to the host
+    copy_calls       calls that copy from the host
+    host_waits       what the host waited for, each time: an event, or an operation that blocks it on a GPU
     launches         number of other operations
     kept_for         (address of a tensor's memory, stream) of each `record_stream`
     """
@@ -144,6 +175,8 @@ class Device:
     default: dict[int, Stream] = field(default_factory=dict)
     sizes_to_device: list[int] = field(default_factory=list)
     sizes_to_host: list[int] = field(default_factory=list)
+    copy_calls: list[CopyCall] = field(default_factory=list)
+    host_waits: list[str] = field(default_factory=list)
     launches: int = 0
     clock: float = 0.0
     kept_for: set[tuple[int, int]] = field(default_factory=set)
@@ -161,6 +194,12 @@ class Device:
 
 
 THE: list[Device] = []  # the device in use; a list, because operations have no other way to it
+
+
+def note_wait(reason: str) -> None:
+    """Count a wait of the host."""
+    if THE:
+        THE[0].host_waits.append(reason)
 
 
 class DeviceTensor(Tensor):
@@ -197,6 +236,8 @@ class DeviceTensor(Tensor):
         name = getattr(func, "__name__", "")
         if name == "is_pinned":
             return False
+        if func is Tensor.data_ptr:
+            return args[0].memory.data_ptr()
         if func in TO_HOST:
             return func(args[0].cpu())
         if func is Tensor.__getitem__:
@@ -258,6 +299,7 @@ def dispatch(func: Any, args: Any, kwargs: Any) -> Any:
     if name == "_to_copy" and torch.device(kwargs.get("device") or where).type == "cpu":
         device.sizes_to_host.append(args[0].memory.nbytes)
         if not kwargs.get("non_blocking"):
+            note_wait("a copy to the host")
             stream.run()
             result = with_memory()
             return result.clone() if result.data_ptr() == args[0].memory.data_ptr() else result
@@ -265,10 +307,13 @@ def dispatch(func: Any, args: Any, kwargs: Any) -> Any:
         stream.add(lambda: result.copy_(args[0].memory))
         return result
     if name == "copy_":
-        return copy(*args)
+        return copy(*args, **kwargs)
+    if name == "_foreach_copy_":
+        return copy_all(*args, **kwargs)
     if name == "_fused_sdp_choice":
         return 0  # the products of torch's own composite operation
     if name in BLOCKING:
+        note_wait(name)
         stream.run()
         return wrapped(with_memory())
     if func.is_view or name in ("detach", "alias", "lift_fresh", "_reshape_alias"):
@@ -359,18 +404,35 @@ def copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     if crosses:
         sizes = device.sizes_to_device if isinstance(target, DeviceTensor) else device.sizes_to_host
         sizes.append(source.nbytes)
+        if isinstance(target, DeviceTensor):
+            device.copy_calls.append(CopyCall(source.dtype, 1))
     else:
         device.launches += 1
     if not isinstance(target, DeviceTensor):
         if non_blocking:
             stream.add(lambda: target.copy_(memory_of(source)))
             return target
+        note_wait("a copy to the host")
         stream.run()
         return target.copy_(memory_of(source))
     if not isinstance(source, DeviceTensor) and not non_blocking:
+        note_wait("a blocking copy to the device")
         source = source.clone()  # what a blocking copy reads is what stands there now
     stream.add(lambda: target.memory.copy_(memory_of(source)))
     return target
+
+
+def copy_all(
+    targets: Sequence[Tensor], sources: Sequence[Tensor], non_blocking: bool = False
+) -> None:
+    """Copy several tensors in one call."""
+    device = THE[0]
+    calls = len(device.copy_calls)
+    for target, source in zip(targets, sources, strict=True):
+        copy(target, source, non_blocking)
+    copied = device.copy_calls[calls:]
+    if copied:
+        device.copy_calls[calls:] = [CopyCall(copied[0].dtype, len(copied))]
 
 
 def to_device(tensor: Tensor, device: str) -> Tensor:
@@ -453,6 +515,7 @@ def installed() -> Iterator[Device]:
         device.local.__dict__.setdefault("streams", {})[stream.device.index] = stream
 
     def synchronize(which: Any = None) -> None:
+        note_wait("the device")
         device.stream_of(index_of(which)).run()
 
     replacements = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Annotated, Any, cast
 
@@ -43,6 +44,9 @@ class NoBuffer:
     """A destination that keeps nothing."""
 
     def place(self, layer: int, chunk: torch.Tensor, start: int) -> None:
+        """Place nothing."""
+
+    def place_all(self, layer: int, chunks: Sequence[tuple[torch.Tensor, int]]) -> None:
         """Place nothing."""
 
 

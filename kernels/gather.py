@@ -27,7 +27,7 @@ def place(merged: Tensor, chunk: Tensor, start: int, *, cos: Tensor, sin: Tensor
         cos, sin: `[keys, rotary_dim]`, for all positions.
     """
     if uses_triton(merged):
-        place_all(merged[None], chunk[None], start, cos=cos, sin=sin, layers=[0])
+        place_all(merged[None], [chunk[None]], [start], cos=cos, sin=sin, layers=[0])
         return
     stop = start + chunk.shape[1]
     if start < 0 or stop > merged.shape[1]:
@@ -41,19 +41,27 @@ def place(merged: Tensor, chunk: Tensor, start: int, *, cos: Tensor, sin: Tensor
 
 
 def place_all(
-    merged: Tensor, chunk: Tensor, start: int, *, cos: Tensor, sin: Tensor, layers: Sequence[int]
+    merged: Tensor,
+    chunks: Sequence[Tensor],
+    starts: Sequence[int],
+    *,
+    cos: Tensor,
+    sin: Tensor,
+    layers: Sequence[int],
 ) -> None:
-    """Do the work of `place` in several layers, which must rotate alike: in one launch with Triton.
+    """Do the work of `place` for several chunks and layers, which must rotate alike: in one launch with Triton.
 
-    `merged` and `chunk` are `[layers, 2, …]` on the same device; `layers` are the numbers of those to place, ascending.
+    `merged` and each of `chunks` are `[layers, 2, …]` on the same device; `starts` are the new first positions, and
+    `layers` the numbers of the layers to place, ascending.
     """
     if uses_triton(merged):
         from cachecraft_rag.kernels.gpu.place import place as place_on_gpu
 
-        place_on_gpu(merged, chunk, start, cos=cos, sin=sin, layers=layers)
+        place_on_gpu(merged, chunks, starts, cos=cos, sin=sin, layers=layers)
         return
-    for layer in layers:
-        place(merged[layer], chunk[layer], start, cos=cos, sin=sin)
+    for chunk, start in zip(chunks, starts, strict=True):
+        for layer in layers:
+            place(merged[layer], chunk[layer], start, cos=cos, sin=sin)
 
 
 def scatter_rows(merged: Tensor, keys: Tensor, values: Tensor, positions: Tensor) -> None:

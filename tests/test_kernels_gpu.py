@@ -132,10 +132,12 @@ runpy.run_module("benchmarks.gpu", run_name="__main__")
     assert {"rotate", "place", "drift", "attention, window"} <= {
         row["kernel"] for row in report["kernels"]
     }
-    assert [row["tokens"] for row in report["lengths"]] == [22, 38]
+    assert [row["tokens"] for row in report["lengths"]] == [22, 38, 22], "the first one again"
     for row in report["lengths"]:
         assert all(
-            row[f"ratio_{tier}"] > 0 for tier in ("device", "host", "disk", "all_recomputed")
+            row[f"ratio_{side}"]
+            == pytest.approx(1e-3 * min(row["series_ms"][side]) / row["own_s"], rel=0.1)
+            for side in ("device", "host", "disk", "without_reuse")
         )
     assert {row["target"] for row in report["targets"]} == TARGETS
     assert "Kernels against float64" in done.stdout

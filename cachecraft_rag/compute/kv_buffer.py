@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from cachecraft_rag.compute.stack import RotaryTables, Stack
-from cachecraft_rag.kernels.gather import place, place_all
+from cachecraft_rag.kernels.gather import place_all
 from cachecraft_rag.kernels.gpu.choice import uses_triton
 from cachecraft_rag.kernels.gpu.streams import copy_stream, launched, wait_on_stream
 
@@ -45,79 +46,131 @@ class KVBuffer:
         self.kv = stack.memory.empty(stack.layout.shape(capacity), stack.dtype, stack.device)
         self._device = stack.device
         self._ranks = stack.ranks
-        # Groups of layers on their way to the GPU, by the chunk's position and the first layer, with events.
-        self._copied: dict[tuple[int, int], tuple[Tensor, torch.cuda.Event | None]] = {}
+        # each item starts the copies of another group of layers
+        self._copies: Iterator[None] = iter(())
+        # first layer of each group on its way to the GPU → event after it is placed
+        self._placed: dict[int, torch.cuda.Event | None] = {}
         self.rotary = RotaryTables.of(stack, torch.arange(capacity, device=stack.device))
 
     def place(self, layer: int, chunk: Tensor, start: int) -> None:
         """Rotate keys and copy values of a layer `[2, tokens, all kv_heads, head_dim]` to `start` on."""
-        own_heads = self._on_device(self._ranks.own_heads(chunk))
+        self.place_all(layer, [(chunk, start)])
+
+    def place_all(self, layer: int, chunks: Sequence[tuple[Tensor, int]]) -> None:
+        """Do the work of `place` for several chunks: on a GPU in one call that copies, and one launch."""
+        own_heads = self._on_device([self._ranks.own_heads(chunk) for chunk, _ in chunks])
+        merged = self.kv[layer : layer + 1]
+        starts = [start for _, start in chunks]
         cos, sin = self.rotary.of_layer(layer)
-        place(self.kv[layer], own_heads, start, cos=cos, sin=sin)
+        place_all(
+            merged, [chunk[None] for chunk in own_heads], starts, cos=cos, sin=sin, layers=[0]
+        )
 
-    def place_resident(self, layer: int, resident: ResidentKV) -> None:
-        """Write one layer of a chunk-cache in memory at its place. Call it for each layer, beginning with the first.
+    @torch.inference_mode()
+    def take(self, chunks: Sequence[ResidentKV], *, at_once: bool = True) -> None:
+        """Take the chunk-caches in memory; call it once, before `place_resident`.
 
-        With Triton, a chunk-cache on the buffer's own device is placed in all layers at the call for layer 0: launching
-        a kernel for each layer would take longer. Any other is copied to a GPU in groups of `LAYERS_PER_COPY` layers,
-        one group ahead.
+        With Triton, those on the buffer's own device that hold this rank's heads only are placed in all layers at once.
+        On a GPU, all others are copied in groups of four layers (`LAYERS_PER_COPY`) on a stream of their own, and each
+        group is placed there in one launch. With `at_once`, all copies from page-locked memory begin here. Otherwise a
+        group begins while the one before it is computed, and so do copies that block this thread: from other memory, or
+        of a rank's part of the heads.
         """
-        if self._is_on_this_gpu(resident.kv):
-            if layer == 0:
-                self._place_layers(resident.kv, resident.start, 0)
-        elif self._device.type != "cuda":
-            self.place(layer, resident.kv[layer], resident.start)
-        elif layer % LAYERS_PER_COPY == 0:
-            self._place_copied(layer, resident)
+        on_device = [chunk for chunk in chunks if self._is_on_this_gpu(chunk.kv)]
+        if on_device:
+            tensors = [chunk.kv for chunk in on_device]
+            self._place_layers(tensors, [chunk.start for chunk in on_device], 0)
+        others = [chunk for chunk in chunks if not self._is_on_this_gpu(chunk.kv)]
+        if self._device.type != "cuda" or not others:
+            return
+        self._copies = self._copied_groups(others)
+        own_heads = self.kv.shape[3]
+        may_block = any(
+            chunk.kv.shape[3] != own_heads or not chunk.kv.is_pinned() for chunk in others
+        )
+        for _ in range(len(self.kv) if at_once and not may_block else 1):
+            next(self._copies, None)
 
-    def _place_copied(self, first: int, resident: ResidentKV) -> None:
-        """Place the group of layers that begins with `first`, and start to copy the next group."""
-        key = (resident.start, first)
-        if key not in self._copied:
-            self._copied[key] = self._start_copy(first, resident)
-        layers, arrived = self._copied.pop(key)
-        following = first + LAYERS_PER_COPY
-        if following < len(self.kv):
-            self._copied[(resident.start, following)] = self._start_copy(following, resident)
-        wait_on_stream(arrived, layers)
-        self._place_layers(layers, resident.start, first)
+    def place_resident(self, layer: int, chunks: Sequence[ResidentKV]) -> None:
+        """Write one layer of chunk-caches in memory at their places. Call it for each layer, beginning with the first.
 
-    def _start_copy(
-        self, first: int, resident: ResidentKV
-    ) -> tuple[Tensor, torch.cuda.Event | None]:
-        """Start to copy a group of layers; return it, `[layers, 2, tokens, own kv_heads, head_dim]`, with an event."""
-        chunk = resident.kv[first : first + LAYERS_PER_COPY]
-        layers = len(chunk)
+        On a CPU each call places one layer. On a GPU it lets later work of this thread wait until the layer of all
+        chunk-caches of `take` is placed.
+        """
+        if self._device.type == "cuda":
+            if layer in self._placed:
+                wait_on_stream(self._placed.pop(layer), self.kv)
+                next(self._copies, None)
+            return
+        for chunk in chunks:
+            if not self._is_on_this_gpu(chunk.kv):
+                self.place(layer, chunk.kv[layer], chunk.start)
+
+    def _copied_groups(self, chunks: Sequence[ResidentKV]) -> Iterator[None]:
+        """Copy and place one group of layers of all these chunk-caches for each item, in order, on the copy stream.
+
+        All groups pass through the same memory, which only the copy stream uses.
+        """
+        copies = copy_stream(self._device)
+        # earlier work may still use the memory that the buffer has now
+        copies.wait_stream(torch.cuda.current_stream(self._device))
+        used = [self.kv, *(table for tables in self.rotary.tables for table in tables)]
+        for tensor in used:
+            # its memory is reused only after the copies, even if the request ends early
+            tensor.record_stream(copies)
+        starts = [chunk.start for chunk in chunks]
+        room: list[Tensor] = []
+        for first in range(0, len(self.kv), LAYERS_PER_COPY):
+            with torch.cuda.stream(copies):
+                sources = [self._own_group(chunk.kv, first) for chunk in chunks]
+                if not room:
+                    room = _room_for(sources, self._device)
+                group = [space[: len(source)] for space, source in zip(room, sources, strict=True)]
+                torch._foreach_copy_(group, sources, non_blocking=True)
+                self._place_layers(group, starts, first)
+                self._placed[first] = launched(self._device)
+            yield
+
+    def _own_group(self, kv: Tensor, first: int) -> Tensor:
+        """Return this rank's heads of the layers from `first` on, `[layers, 2, tokens, kv_heads, head_dim]`."""
+        group = kv[first : first + LAYERS_PER_COPY]
         # keys and values of each layer along dimension 0
-        own_heads = self._ranks.own_heads(chunk.flatten(0, 1))
-        with torch.cuda.stream(copy_stream(self._device)):
-            moved = own_heads.to(self._device, non_blocking=True)
-            return moved.view(layers, 2, *moved.shape[1:]), launched(self._device)
+        own_heads = self._ranks.own_heads(group.flatten(0, 1))
+        return own_heads.view(len(group), 2, *own_heads.shape[1:])
 
-    def _place_layers(self, chunk: Tensor, start: int, first: int) -> None:
-        """Write several layers of a chunk-cache on this device, the first of which is layer `first`."""
-        merged = self.kv[first : first + len(chunk)]
+    def _place_layers(self, chunks: Sequence[Tensor], starts: Sequence[int], first: int) -> None:
+        """Write several layers of chunk-caches on this device, the first of which is layer `first`."""
+        count = len(chunks[0])
+        merged = self.kv[first : first + count]
         for kind, (cos, sin) in enumerate(self.rotary.tables):
             layers = [
-                layer - first
-                for layer in self.rotary.layers(kind)
-                if 0 <= layer - first < len(chunk)
+                layer - first for layer in self.rotary.layers(kind) if 0 <= layer - first < count
             ]
             if layers:
-                place_all(merged, chunk, start, cos=cos, sin=sin, layers=layers)
+                place_all(merged, chunks, starts, cos=cos, sin=sin, layers=layers)
 
     def _is_on_this_gpu(self, kv: Tensor) -> bool:
         """Return True for a chunk-cache on this GPU with the heads of this rank only."""
         return uses_triton(kv) and kv.device == self.kv.device and kv.shape[3] == self.kv.shape[3]
 
-    def _on_device(self, chunk: Tensor) -> Tensor:
-        """Return the chunk on this device. On a GPU the copy runs beside the layers that are computed."""
-        if self._device.type != "cuda" or chunk.device == self._device:
-            return chunk.to(self._device, non_blocking=True)
+    def _on_device(self, chunks: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return the chunks on this device. On a GPU the copies run beside the layers that are computed."""
+        if self._device.type != "cuda" or all(chunk.device == self._device for chunk in chunks):
+            return [chunk.to(self._device) for chunk in chunks]
         copies = copy_stream(self._device)
         with torch.cuda.stream(copies):
-            moved = chunk.to(self._device, non_blocking=True)
+            moved = _room_for(chunks, self._device)
+            torch._foreach_copy_(moved, chunks, non_blocking=True)
         computing = torch.cuda.current_stream(self._device)
         computing.wait_stream(copies)
-        moved.record_stream(computing)  # its memory is reused only after this stream has read it
+        moved[0].record_stream(computing)  # the memory is reused only after this stream has read it
         return moved
+
+
+def _room_for(sources: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Return uninitialised tensors of the shapes of `sources`, in one block of memory on the device."""
+    block = torch.empty(
+        sum(source.numel() for source in sources), dtype=sources[0].dtype, device=device
+    )
+    parts = torch.split(block, [source.numel() for source in sources])
+    return [part.view(source.shape) for part, source in zip(parts, sources, strict=True)]

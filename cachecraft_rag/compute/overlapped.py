@@ -38,6 +38,7 @@ from cachecraft_rag.compute.stale_tokens.drift_correction import DriftCorrection
 from cachecraft_rag.compute.stale_tokens.focus import FocusObserver
 from cachecraft_rag.compute.stale_tokens.probe import QuestionProbe
 from cachecraft_rag.compute.timing import Timer, untimed, within
+from cachecraft_rag.kernels.gpu.streams import LAYERS_IN_FLIGHT, sent
 from cachecraft_rag.planning.early_termination import FocusMonitor, focus_score
 from cachecraft_rag.planning.planner import Plan
 from cachecraft_rag.store.loading.pending import PendingLoads
@@ -87,6 +88,8 @@ class OverlappedPrefill:
         loads: chunk-caches that are being loaded; the readers are running.
         speed: computing speed; updated with the passes measured here.
         timer: called with each part.
+        runs_ahead: launch the last pass without waiting for a GPU, if nothing is loaded or captured. Its errors and its
+            time are seen later.
     """
 
     def __init__(
@@ -97,9 +100,13 @@ class OverlappedPrefill:
         speed: ComputeSpeed,
         *,
         timer: Timer = untimed,
+        runs_ahead: bool = False,
     ) -> None:
         self._stack = stack
         self._job = job
+        self._runs_ahead = (
+            runs_ahead and stack.device.type == "cuda" and not loads.extents and not job.captures
+        )
         self._loads = loads
         self._speed = speed
         self._timer = timer
@@ -109,6 +116,8 @@ class OverlappedPrefill:
         self._layers = stack.layout.layers
         self._ids = np.asarray(job.token_ids, dtype=np.int64)  # [tokens]
         self._buffer = KVBuffer(stack, max(job.capacity, len(self._ids)))
+        # copies of loaded layers must not wait for all of these
+        self._buffer.take(job.resident, at_once=not loads.extents)
         bounds = job.rows.bounds
         spans = [(segment, bounds[segment], bounds[segment + 1]) for segment in job.captures]
         self._recorder = CaptureRecorder(
@@ -289,13 +298,19 @@ class OverlappedPrefill:
                 row_pass.keep(self._rows_to_keep(row_pass.positions, focus.monitor))
                 unused = self._job.unused(self._rows, may_drop=False)
                 self._loads.leave_out(np.intersect1d(unused, row_pass.positions).tolist())
-        row_pass.wait()
+        if not self._runs_ahead:
+            row_pass.wait()
         seconds = computing_s()
 
         has_terminated_early = focus is not None and focus.monitor.focused is not None
         if not joined_rows and not has_terminated_early:
             reuses = bool(self._resident or self._loads.extents)
-            self._measured(positions, seconds, "last" if reuses else "piece")
+            kind: PassKind = "last" if reuses else "piece"
+            if self._runs_ahead:
+                rows = self._speed.rows(positions)
+                self._speed.measured_later(rows, row_pass.clock, kind=kind)
+            else:
+                self._measured(positions, seconds, kind)
         if focus is not None or self._job.probe is not None:
             self._drop_private_captures(captured_before)
         return PrefillResult(
@@ -397,7 +412,7 @@ class OverlappedPrefill:
         absent: NDArray[np.int64] | None = None,
         timer: Timer | None = None,
     ) -> RowPass:
-        ids = torch.from_numpy(self._ids[positions]).to(self._stack.device)
+        ids = sent(self._ids[positions], self._stack.device)
         return RowPass(
             self._stack,
             self._buffer,
@@ -409,6 +424,7 @@ class OverlappedPrefill:
             drift=drift,
             absent=absent,
             timer=timer or self._timer,
+            most_in_flight=None if self._runs_ahead else LAYERS_IN_FLIGHT,
         )
 
     def _start_clock(self) -> Callable[[], float]:
@@ -507,8 +523,7 @@ class OverlappedPrefill:
     ) -> None:
         """Write one layer of chunk-caches into the buffer: of these resident ones, and of all loaded ones."""
         with self._timer("placing"):
-            for chunk in resident:
-                self._buffer.place_resident(layer, chunk)
+            self._buffer.place_resident(layer, resident)
             self._loads.place(layer, self._buffer, below=below)
 
     def _compute_instead(self, positions: Iterable[int]) -> None:

@@ -30,7 +30,7 @@ from cachecraft_rag.compute.timing import Timer, untimed
 from cachecraft_rag.kernels.attention import attention, attention_with_mass
 from cachecraft_rag.kernels.cpu.calls import LayerRow
 from cachecraft_rag.kernels.gather import scatter_rows
-from cachecraft_rag.kernels.gpu.streams import LayersInFlight
+from cachecraft_rag.kernels.gpu.streams import LAYERS_IN_FLIGHT, LayersInFlight, sent
 from cachecraft_rag.kernels.rope import rotate
 from cachecraft_rag.kernels.visibility import Visibility
 
@@ -90,6 +90,7 @@ class RowPass:
         drift: DriftCorrection | None = None,
         absent: NDArray[np.int64] | None = None,
         timer: Timer = untimed,
+        most_in_flight: int | None = LAYERS_IN_FLIGHT,
     ) -> None:
         """Begin a pass.
 
@@ -104,6 +105,7 @@ class RowPass:
             drift: drift correction of the tokens that are not computed.
             absent: int64, positions without keys and values, hidden from every row.
             timer: called with each part.
+            most_in_flight: layers that may be launched and not yet computed on a GPU; None = no limit.
         """
         self._stack = stack
         self._device = stack.device
@@ -121,7 +123,7 @@ class RowPass:
         self.ids = ids
         self.at_once: AtOnce | None = None
         self._hidden: Tensor | None = None
-        self._in_flight = LayersInFlight(stack.device)
+        self._in_flight = LayersInFlight(stack.device, most_in_flight)
         self._started_layer = -1  # the last layer in which `attend` began its changes
         self._finished_layer = -1  # the last layer in which `attend` finished its changes
         self._set_rows(positions)
@@ -149,7 +151,7 @@ class RowPass:
         return bool(self._captures)
 
     def _on_device(self, positions: NDArray[np.int64]) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(positions)).to(self._device)
+        return sent(positions, self._device)
 
     def _set_rows(self, positions: NDArray[np.int64]) -> None:
         """Set the rows for the layers that follow."""
@@ -206,6 +208,11 @@ class RowPass:
     def wait(self) -> None:
         """Block until every launched layer is computed; on a CPU it is already."""
         self._in_flight.wait()
+
+    @property
+    def clock(self) -> Callable[[], float | None]:
+        """Function that returns the seconds that a pass without a limit took on its GPU; None until it is computed."""
+        return self._in_flight.seconds
 
     def join(self, other: RowPass) -> None:
         """Add the rows of another pass of the same prompt, in the order of positions; it must not run any more.

@@ -232,17 +232,18 @@ def _attend(
     MASS_PRECISION: tl.constexpr,
     SINKS: tl.constexpr,
 ):
-    # the last tiles see most keys, so they begin first
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    head = tl.program_id(1)
-    split = tl.program_id(2)
+    # The last tiles see most keys, so those of all heads begin first. In one dimension: the second takes 65,535 tiles.
+    kv_heads = heads // GROUP
+    tile = tl.num_programs(0) // kv_heads - 1 - tl.program_id(0) // kv_heads
+    head = tl.program_id(0) % kv_heads
+    split = tl.program_id(1)
     pair = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     live = pair < rows * GROUP
     row, query_head, pos, qq = load_pairs(
         q, positions, pair, live, head, q_row, q_head, GROUP, HEAD_DIM, BLOCK_D
     )
     lowest, begin, end = _keys_of(
-        positions, rows, tile, split, tl.num_programs(2), window, GROUP, BLOCK_M, BLOCK_N, WINDOW
+        positions, rows, tile, split, tl.num_programs(1), window, GROUP, BLOCK_M, BLOCK_N, WINDOW
     )
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -426,7 +427,7 @@ def attend(
     )
     values = k if v is None else v
     with device_of(q):
-        _attend[(tiles, kv_heads, splits)](
+        _attend[(tiles * kv_heads, splits)](
             q,
             k,
             values,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -14,24 +15,22 @@ from cachecraft_rag.kernels.gpu.launch import ceil_div, device_of
 from cachecraft_rag.kernels.gpu.rope import halves, turned
 
 _ROWS = 32  # token-head pairs of one program
+_COLUMNS = 5  # of the table of chunks: offset, start, tokens, stride of a layer, stride of a part
 
 
-@triton.jit(do_not_specialize=["start", "tokens"])
+@triton.jit
 def _place(
     merged,
-    chunk,
+    base,
+    chunks,
     cos,
     sin,
     layers,
-    start,
-    tokens,
     kv_heads,
     rotary,
     merged_layer,
     merged_part,
     merged_key,
-    chunk_layer,
-    chunk_part,
     chunk_token,
     HEAD_DIM: tl.constexpr,
     HALF: tl.constexpr,
@@ -39,15 +38,24 @@ def _place(
     REST: tl.constexpr,
     BLOCK_REST: tl.constexpr,
     ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):
     layer = tl.load(layers + tl.program_id(1) // 2).to(tl.int64)
     part = tl.program_id(1) % 2
+    entry = chunks + tl.program_id(2) * COLUMNS
+    offset = tl.multiple_of(tl.load(entry), ALIGNED)
+    start = tl.load(entry + 1)
+    tokens = tl.load(entry + 2)
+    chunk_layer = tl.multiple_of(tl.load(entry + 3), ALIGNED)
+    chunk_part = tl.multiple_of(tl.load(entry + 4), ALIGNED)
     pair = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     live = pair < tokens * kv_heads
     token = (pair // kv_heads).to(tl.int64)
     head = pair % kv_heads
     source = (
-        chunk
+        base
+        + offset
         + layer * chunk_layer
         + part * chunk_part
         + (token * chunk_token + head * HEAD_DIM)[:, None]
@@ -84,23 +92,37 @@ def layer_numbers(layers: tuple[int, ...], device: torch.device) -> Tensor:
 
 def place(
     merged: Tensor,
-    chunk: Tensor,
-    start: int,
+    chunks: Sequence[Tensor],
+    starts: Sequence[int],
     *,
     cos: Tensor,
     sin: Tensor,
     layers: Sequence[int] | None = None,
 ) -> None:
-    """Write a stored chunk-cache to its new positions: all layers that rotate alike in one launch.
+    """Write stored chunk-caches to their new positions: all layers that rotate alike in one launch.
 
     Args:
         merged: `[layers, 2, keys, kv_heads, head_dim]`, rotated keys and values; the heads of a key are adjacent.
-        chunk: `[layers, 2, tokens, kv_heads, head_dim]`, raw keys and values; the heads of a key are adjacent. It may
-            be a view of a tensor with more tokens or more heads.
-        start: the chunk's new first position.
+        chunks: each `[layers, 2, tokens, kv_heads, head_dim]`, raw keys and values, of one dtype and on the device of
+            `merged`; the heads of a key are adjacent. Each may be a view of a tensor with more tokens or more heads.
+        starts: new first position of each chunk.
         cos, sin: `[positions, rotary_dim]`, for all positions.
         layers: numbers of the layers to write, which are not checked; None = all.
     """
+    for chunk, start in zip(chunks, starts, strict=True):
+        _check_place(merged, chunk, start, cos, sin)
+    all_layers = len(merged)
+    numbers = layer_numbers(tuple(range(all_layers) if layers is None else layers), merged.device)
+    by_stride: dict[int, list[tuple[Tensor, int]]] = {}
+    for chunk, start in zip(chunks, starts, strict=True):
+        if chunk.numel() and len(numbers):
+            by_stride.setdefault(chunk.stride(2), []).append((chunk, start))
+    for token_stride, placed in by_stride.items():
+        _launch(merged, placed, token_stride, numbers, cos, sin)
+
+
+def _check_place(merged: Tensor, chunk: Tensor, start: int, cos: Tensor, sin: Tensor) -> None:
+    """Raise ValueError unless a chunk has its place in `merged`."""
     all_layers, two, tokens, kv_heads, head_dim = chunk.shape
     if two != 2 or merged.shape[:2] != (all_layers, 2) or merged.shape[3:] != (kv_heads, head_dim):
         raise ValueError(f"a chunk of {tuple(chunk.shape)} has no place in {tuple(merged.shape)}")
@@ -111,22 +133,50 @@ def place(
         )
     if any(x.stride()[3:] != (head_dim, 1) for x in (merged, chunk)):
         raise ValueError("a token's heads must lie side by side")
-    numbers = layer_numbers(tuple(range(all_layers) if layers is None else layers), merged.device)
-    if chunk.numel() and len(numbers):
-        with device_of(merged):
-            _place[(ceil_div(tokens * kv_heads, _ROWS), 2 * len(numbers))](
-                merged,
-                chunk,
-                cos.contiguous(),
-                sin.contiguous(),
-                numbers,
+
+
+def _launch(
+    merged: Tensor,
+    placed: Sequence[tuple[Tensor, int]],
+    token_stride: int,
+    numbers: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+) -> None:
+    """Write chunks whose tokens have equal strides; each is found by its distance from the first one."""
+    base = placed[0][0]
+    kv_heads, head_dim = merged.shape[3:]
+    table = np.array(
+        [
+            (
+                (chunk.data_ptr() - base.data_ptr()) // chunk.element_size(),
                 start,
-                tokens,
-                kv_heads,
-                cos.shape[-1],
-                *merged.stride()[:3],
-                *chunk.stride()[:3],
-                HEAD_DIM=head_dim,
-                ROWS=_ROWS,
-                **halves(head_dim, cos.shape[-1]),
+                chunk.shape[2],
+                chunk.stride(0),
+                chunk.stride(1),
             )
+            for chunk, start in placed
+        ],
+        np.int64,
+    )
+    most_tokens = int(table[:, 2].max())
+    with device_of(merged):
+        _place[(ceil_div(most_tokens * kv_heads, _ROWS), 2 * len(numbers), len(placed))](
+            merged,
+            base,
+            # does not wait for the device: so few bytes are copied at once
+            torch.from_numpy(table).to(merged.device, non_blocking=True),
+            cos.contiguous(),
+            sin.contiguous(),
+            numbers,
+            kv_heads,
+            cos.shape[-1],
+            *merged.stride()[:3],
+            token_stride,
+            HEAD_DIM=head_dim,
+            ROWS=_ROWS,
+            COLUMNS=_COLUMNS,
+            # every address in a chunk is a multiple of its heads' dimensions, and memory begins at larger ones
+            ALIGNED=min(head_dim & -head_dim, 16),
+            **halves(head_dim, cos.shape[-1]),
+        )

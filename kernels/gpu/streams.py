@@ -8,8 +8,11 @@ from __future__ import annotations
 
 from collections import deque
 from functools import cache
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 # Layers of a pass that may be launched before the GPU has computed them. With fewer, the GPU waits for Python between
@@ -42,6 +45,11 @@ def wait_on_host(device: torch.device) -> None:
         event.synchronize()
 
 
+def sent(array: NDArray[Any], device: torch.device) -> Tensor:
+    """Return a few numbers on a device, without waiting for it. Do not write to the array afterwards."""
+    return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)
+
+
 @cache
 def copy_stream(device: torch.device) -> torch.cuda.Stream:
     """Return the one stream on which this process copies chunk-caches to a GPU, beside computing."""
@@ -49,24 +57,42 @@ def copy_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class LayersInFlight:
-    """Limits the layers of one pass that are launched and not yet computed, so that time can be measured on the host.
+    """The layers of one pass that are launched and not yet computed.
 
     Args:
         device: device of the layers.
+        most: number of layers in flight, so that time can be measured on the host; None = no limit, and the time is
+            measured on a GPU, from here to the last layer.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, most: int | None = LAYERS_IN_FLIGHT) -> None:
         self._device = device
+        self._most = most
         self._events: deque[torch.cuda.Event] = deque()
+        self._timed: list[torch.cuda.Event] = []  # before the first layer, after the last one
+        if most is None and device.type == "cuda":
+            self._timed = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+            self._timed[0].record(torch.cuda.current_stream(device))
 
     def add(self) -> None:
-        """Count the layer that was just launched; block while more than two are in flight on a GPU."""
+        """Count the layer that was just launched; block while more than `most` are in flight on a GPU."""
+        if self._timed:
+            self._timed[1].record(torch.cuda.current_stream(self._device))
+        if self._most is None:
+            return
         event = launched(self._device)
         if event is None:
             return
         self._events.append(event)
-        if len(self._events) > LAYERS_IN_FLIGHT:
+        if len(self._events) > self._most:
             self._events.popleft().synchronize()
+
+    def seconds(self) -> float | None:
+        """Return the seconds that a pass without limit took on a GPU; None until it is computed. Does not block."""
+        if not (self._timed and self._timed[1].query()):
+            return None
+        milliseconds: float = self._timed[0].elapsed_time(self._timed[1])
+        return milliseconds / 1e3
 
     def wait(self) -> None:
         """Block until every layer that `add` counted is computed; returns at once on a CPU."""

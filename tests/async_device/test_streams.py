@@ -93,6 +93,65 @@ def test_chunk_caches_are_copied_in_groups_of_layers_and_placed_when_they_have_a
     assert sum(sizes) == kv.nbytes
 
 
+def test_the_copies_of_a_request_begin_at_once_in_groups_that_hold_all_its_chunk_caches(
+    decoder: Decoder,
+    decoder_on_device: Decoder,
+    device: Device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda _tensor: True)
+    monkeypatch.setattr(kv_buffer, "LAYERS_PER_COPY", 2)
+    captures = prefill(decoder, WHOLE).recorder.captures
+    resident = [ResidentKV(8, captures[1].kv), ResidentKV(20, captures[2].kv)]
+    job = PrefillJob(IDS, Rows.of(BOUNDS, new=[*range(8), *range(36, 40)]), resident=resident)
+    expected = prefill(decoder, job)
+
+    started = OverlappedPrefill(
+        decoder_on_device,
+        job,
+        PendingLoads.of_nothing(decoder.layout.layers),
+        ComputeSpeed(decoder.keys_per_row),
+    )
+    copies = [call for call in device.copy_calls if call.dtype.is_floating_point]
+    assert [call.transfers for call in copies] == [2, 2], "two groups of layers, two chunk-caches"
+    result = run(decoder_on_device, started.steps())
+    assert len([call for call in device.copy_calls if call.dtype.is_floating_point]) == 2
+    torch.testing.assert_close(result.hidden.cpu(), expected.hidden)
+    torch.testing.assert_close(result.buffer.kv.cpu()[:, :, 8:36], expected.buffer.kv[:, :, 8:36])
+
+
+@torch.inference_mode()
+def test_a_loaded_layer_of_several_chunk_caches_is_copied_in_one_call(
+    decoder: Decoder, decoder_on_device: Decoder, device: Device
+) -> None:
+    captures = prefill(decoder, WHOLE).recorder.captures
+    chunks = [(captures[1].kv[2], 8), (captures[2].kv[2], 20)]
+    expected = kv_buffer.KVBuffer(decoder, 40)
+    expected.place_all(2, chunks)
+    buffer = kv_buffer.KVBuffer(decoder_on_device, 40)
+    buffer.place_all(2, chunks)
+    copies = [call for call in device.copy_calls if call.dtype.is_floating_point]
+    assert [call.transfers for call in copies] == [2]
+    torch.testing.assert_close(buffer.kv.cpu()[2, :, 8:36], expected.kv[2, :, 8:36])
+
+
+def test_copies_outlive_a_request_that_is_given_up(
+    decoder: Decoder,
+    decoder_on_device: Decoder,
+    device: Device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda _tensor: True)
+    kv = prefill(decoder, WHOLE).recorder.captures[1].kv
+    buffer = kv_buffer.KVBuffer(decoder_on_device, 40)
+    buffer.take([ResidentKV(8, kv)])
+    memory = buffer.kv.memory.untyped_storage().data_ptr()  # type: ignore[attr-defined]
+    copies = streams.copy_stream(decoder_on_device.device)
+    assert (memory, id(copies)) in device.kept_for, (
+        "the allocator could reuse it while it is written"
+    )
+
+
 @pytest.fixture
 def describing() -> Callable[[Work[Any], Ended], None]:
     """Run captures in a thread that computes on the default stream, as a server does."""
@@ -172,6 +231,34 @@ def test_the_speed_of_computing_is_that_of_the_device_and_not_that_of_launching(
     assert speed.whole_s(speed.rows(range(40))) >= 0.9 * stream.queued * Device.operation_s
 
 
+def test_a_prefill_that_runs_ahead_waits_for_nothing_and_is_timed_once_it_is_computed(
+    decoder: Decoder, decoder_on_device: Decoder, device: Device
+) -> None:
+    expected = prefill(decoder, WHOLE)
+    job = PrefillJob(IDS, Rows.of(BOUNDS, new=range(40)))
+    speed = ComputeSpeed(decoder_on_device.keys_per_row)
+    no_loads = PendingLoads.of_nothing(decoder_on_device.layout.layers)
+    device.host_waits.clear()
+    ahead = OverlappedPrefill(decoder_on_device, job, no_loads, speed, runs_ahead=True)
+    result = run(decoder_on_device, ahead.steps())
+    assert "an event" not in device.host_waits
+    assert not speed.known
+    stream = device.stream_of(1)
+    torch.testing.assert_close(result.hidden.cpu(), expected.hidden)
+    assert speed.known
+    assert speed.whole_s(speed.rows(range(40))) >= 0.8 * stream.queued * Device.operation_s
+
+
+def test_what_is_captured_is_computed_before_the_prefill_ends(
+    decoder_on_device: Decoder, device: Device
+) -> None:
+    speed = ComputeSpeed(decoder_on_device.keys_per_row)
+    no_loads = PendingLoads.of_nothing(decoder_on_device.layout.layers)
+    ahead = OverlappedPrefill(decoder_on_device, WHOLE, no_loads, speed, runs_ahead=True)
+    run(decoder_on_device, ahead.steps())
+    assert speed.known
+
+
 @torch.inference_mode()
 def test_few_layers_are_launched_before_the_device_has_computed_them(
     decoder_on_device: Decoder, device: Device, monkeypatch: pytest.MonkeyPatch
@@ -227,8 +314,8 @@ def test_every_kernel_is_launched_on_the_device_of_its_tensors(
     attention.attend(q, k, k, visible, scale=1.0, bounds=bounds, splits=4)
     received.received(q, k, zeros(4, 8), visible, scale=1.0)
     rope.rotate(q, cos[:4], cos[:4])
-    place.place(merged, zeros(2, 2, 16, 2, 64), 3, cos=cos, sin=cos)
-    place_all(merged, zeros(2, 2, 16, 2, 64), 3, cos=cos, sin=cos, layers=[0, 1])
+    place.place(merged, [zeros(2, 2, 16, 2, 64)], [3], cos=cos, sin=cos)
+    place_all(merged, [zeros(2, 2, 16, 2, 64)], [3], cos=cos, sin=cos, layers=[0, 1])
     drift.shift_stale(
         merged[0], zeros(1, 2, 2, 64), zeros(1024, dtype=torch.int32), cos=cos, sin=cos
     )
@@ -237,6 +324,10 @@ def test_every_kernel_is_launched_on_the_device_of_its_tensors(
     names = {name for name, _device in launches}
     assert names == {"_attend", "_combine", "_received", "_rotate", "_place", "_shift_stale"}
     assert {current for _name, current in launches} == {1}
+
+    launches.clear()
+    place.place(merged, [zeros(2, 2, 16, 2, 64), zeros(2, 2, 9, 2, 64)], [3, 20], cos=cos, sin=cos)
+    assert launches == [("_place", 1)], "chunks of different lengths share a launch"
 
     launches.clear()
     segment_mass(q, k, visible, bounds, scale=1.0)

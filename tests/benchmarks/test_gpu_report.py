@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu import PARTS, Report, chosen_parts
+from benchmarks.gpu import PARTS, Report, chosen_parts, table
 
 
 def test_a_part_that_fails_leaves_its_rows_its_error_and_the_others(tmp_path: Path) -> None:
@@ -57,6 +57,14 @@ def test_an_inexact_result_is_a_failure() -> None:
     report.part("side_stream", "Captures", lambda: iter([{"passed": False}]))
     assert report.figures["errors"] == {}
     assert not report.is_exact
+
+
+def test_series_are_kept_in_the_file_and_left_out_of_the_table(tmp_path: Path) -> None:
+    path = tmp_path / "gpu.json"
+    row = {"tokens": 16, "ratio_host": 0.5, "series_ms": {"host": [3.0, 1.0, 2.0]}}
+    Report(path, {}).part("lengths", "Lengths", lambda: iter([row]))
+    assert json.loads(path.read_text())["lengths"] == [row]
+    assert table([row]).split() == ["tokens", "ratio_host", "16", "0.5"]
 
 
 def test_parts_are_chosen_by_name() -> None:

@@ -861,6 +861,10 @@ class Placed:
     def place(self, layer: int, chunk: Tensor, start: int) -> None:
         self.positions += range(start, start + chunk.shape[1])
 
+    def place_all(self, layer: int, chunks: Sequence[tuple[Tensor, int]]) -> None:
+        for chunk, start in chunks:
+            self.place(layer, chunk, start)
+
 
 def read_one(loads: PendingLoads) -> None:
     """One read, as a reader does it before the request has its turn."""

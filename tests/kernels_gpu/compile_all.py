@@ -198,7 +198,7 @@ def compile_moves(dtype: torch.dtype, head_dim: int, rotary: int) -> None:
     cos = torch.zeros(keys, rotary, dtype=dtype)
     merged = torch.zeros(4, 2, keys, 2, head_dim, dtype=dtype)
     chunk = torch.zeros(4, 2, 512, 2, head_dim, dtype=dtype)
-    place(merged, chunk, 5, cos=cos, sin=cos)
+    place(merged, [chunk], [5], cos=cos, sin=cos)
     rotate(merged[0, 0], cos, cos)
     shifts = torch.zeros(4, 2, 2, head_dim)
     shift_stale(merged[0], shifts, torch.zeros(keys, dtype=torch.int32), cos=cos, sin=cos)

@@ -67,7 +67,7 @@ def test_place(tokens: int, heads: int, head_dim: int, width: int, dtype: torch.
     chunk = noise(3, 2, tokens, heads, head_dim, dtype=dtype)
     found = torch.full((3, 2, tokens + 9, heads, head_dim), 7.0, dtype=dtype, device=DEVICE)
     expected = found.double()
-    place(found, chunk, 5, cos=cos, sin=sin)
+    place(found, [chunk], [5], cos=cos, sin=sin)
     reference.place(expected, chunk, 5, cos=cos, sin=sin)
     assert near(found, expected)
     assert (found[:, :, :5] == 7.0).all()
@@ -82,8 +82,23 @@ def test_place_into_one_layer_of_a_larger_buffer() -> None:
     )
     expected = buffer.clone()
     reference.place(expected[2:3], chunk[1:2, :, 1:5], 3, cos=cos, sin=sin)
-    place(buffer[2:3], chunk[1:2, :, 1:5], 3, cos=cos, sin=sin)
+    place(buffer[2:3], [chunk[1:2, :, 1:5]], [3], cos=cos, sin=sin)
     assert near(buffer, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_several_chunks_are_placed_at_once_whatever_their_lengths(dtype: torch.dtype) -> None:
+    cos, sin = turns(90, 8, dtype)
+    found = torch.full((2, 2, 90, 2, 16), 7.0, dtype=dtype, device=DEVICE)
+    expected = found.double()
+    lengths = {3: 5, 10: 40, 50: 1, 60: 30}
+    chunks = [noise(2, 2, tokens, 2, 16, seed=tokens, dtype=dtype) for tokens in lengths.values()]
+    chunks[1] = chunks[1][:, :, 4:37]  # a view of a longer one
+    chunks[2] = noise(2, 2, 1, 4, 16, dtype=dtype)[:, :, :, 2:]  # a rank's own heads
+    place(found, chunks, list(lengths), cos=cos, sin=sin)
+    for chunk, start in zip(chunks, lengths, strict=True):
+        reference.place(expected, chunk, start, cos=cos, sin=sin)
+    assert near(found, expected)
 
 
 def test_place_takes_a_ranks_own_heads() -> None:
@@ -92,7 +107,7 @@ def test_place_takes_a_ranks_own_heads() -> None:
         torch.zeros(2, 2, 9, 2, 8, device=DEVICE),
         torch.zeros(2, 2, 9, 2, 8, device=DEVICE),
     )
-    place(found, chunk[:, :, :, 2:], 1, cos=cos, sin=sin)
+    place(found, [chunk[:, :, :, 2:]], [1], cos=cos, sin=sin)
     reference.place(expected, chunk[:, :, :, 2:], 1, cos=cos, sin=sin)
     assert near(found, expected)
 
@@ -100,7 +115,7 @@ def test_place_takes_a_ranks_own_heads() -> None:
 def test_an_empty_chunk_changes_nothing() -> None:
     merged, (cos, sin) = noise(1, 2, 4, 2, 8), turns(4, 8, torch.float32)
     before = merged.clone()
-    place(merged, noise(1, 2, 0, 2, 8), 2, cos=cos, sin=sin)
+    place(merged, [noise(1, 2, 0, 2, 8)], [2], cos=cos, sin=sin)
     shift_stale(merged[0], noise(0, 2, 2, 8), torch.full((4,), -1, device=DEVICE), cos=cos, sin=sin)
     assert torch.equal(merged, before)
 
@@ -139,9 +154,9 @@ def test_what_does_not_fit_together_is_refused() -> None:
     ]
     for into, what, start in wrong:
         with pytest.raises(ValueError, match=r"chunk|token"):
-            place(into, what, start, cos=cos, sin=sin)
+            place(into, [what], [start], cos=cos, sin=sin)
     with pytest.raises(ValueError, match="in pairs"):
-        place(merged, chunk, 0, cos=noise(9, 10), sin=noise(9, 10))
+        place(merged, [chunk], [0], cos=noise(9, 10), sin=noise(9, 10))
     with pytest.raises(ValueError, match="by"):
         rotate(noise(3, 2, 8), cos, sin)
     with pytest.raises(ValueError, match="side by side"):
@@ -169,7 +184,7 @@ def test_only_the_named_layers_are_placed() -> None:
     chunk = noise(3, 2, 5, 2, 8)
     found = torch.full((3, 2, 14, 2, 8), 7.0, device=DEVICE)
     expected = found.clone()
-    place(found, chunk, 5, cos=cos, sin=sin, layers=[0, 2])
+    place(found, [chunk], [5], cos=cos, sin=sin, layers=[0, 2])
     for layer in (0, 2):
         reference.place(expected[layer : layer + 1], chunk[layer : layer + 1], 5, cos=cos, sin=sin)
     assert near(found, expected)

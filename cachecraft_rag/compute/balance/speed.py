@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import numpy as np
@@ -49,6 +50,8 @@ class ComputeSpeed:
         self._row_ratio = 1.0  # of the two above
         # fixed cost of a last pass, from those with few rows
         self._last_pass_s: float | None = None
+        # passes that a GPU computes: rows, clock, kind
+        self._later: deque[tuple[float, Callable[[], float | None], PassKind]] = deque()
 
     def rows(self, positions: Sequence[int] | NDArray[np.int64]) -> float:
         """Return the cost of rows at these positions; a row at p attends to p keys, and one without keys costs 1."""
@@ -58,15 +61,18 @@ class ComputeSpeed:
     @property
     def known(self) -> bool:
         """True once a pass has been recorded by `measured`; decode steps do not count."""
+        self._settle()
         return self._row_s is not None
 
     def seconds(self, rows: float, *, passes: float = 1.0) -> float:
         """Return the time of rows, in the units of `rows`, in this number of passes with their fixed cost."""
+        self._settle()
         assert self._row_s is not None, "no pass was measured yet"
         return passes * self._fixed_s + rows * self._row_s
 
     def whole_s(self, rows: float) -> float:
         """Return the time of one pass over a whole prompt with rows of this cost, in the units of `rows`."""
+        self._settle()
         assert self._row_s is not None, "no pass was measured yet"
         return self.piece_s + rows * (self._whole_row_s or self._row_s)
 
@@ -101,6 +107,22 @@ class ComputeSpeed:
         if self._whole_row_s is not None:
             ratio = self._row_s / self._whole_row_s
             self._row_ratio = min(max(ratio, 1.0), _MAX_ROW_RATIO)
+
+    def measured_later(
+        self, rows: float, clock: Callable[[], float | None], *, kind: PassKind
+    ) -> None:
+        """Record a pass once `clock` returns its time in seconds: None until a GPU has computed the pass."""
+        self._later.append((rows, clock, kind))
+
+    def _settle(self) -> None:
+        """Record the passes of `measured_later` that are computed by now."""
+        while self._later:
+            rows, clock, kind = self._later[0]
+            seconds = clock()
+            if seconds is None:
+                return
+            self._later.popleft()
+            self.measured(rows, seconds, kind=kind)
 
     def stepped(self, seconds: float) -> None:
         """Record the time in seconds of a decode step, which is almost entirely fixed cost.

@@ -23,6 +23,7 @@ from cachecraft_rag.compute.stack import RotaryTables
 from cachecraft_rag.kernels.cpu import calls
 from cachecraft_rag.kernels.cpu.library import kernels_for
 from cachecraft_rag.kernels.gpu.choice import uses_triton
+from cachecraft_rag.kernels.gpu.streams import sent
 from cachecraft_rag.kernels.rope import add_rotated, rotate
 
 # Fewest recomputed tokens of a chunk whose mean change is used.
@@ -94,7 +95,7 @@ class DriftCorrection:
             chunk_of_position = np.full(len(first_cos), -1, np.int32)
             for number, span in self._ranges:
                 chunk_of_position[span.start : span.stop] = number
-            self._chunk_of_position = torch.from_numpy(chunk_of_position).to(device)
+            self._chunk_of_position = sent(chunk_of_position, device)
 
         library = kernels_for(first_cos)
         if library is not None:
@@ -106,16 +107,16 @@ class DriftCorrection:
             return
 
         all_rows = np.concatenate(recomputed_rows)
-        self._rows = torch.from_numpy(all_rows).to(device)
-        self._row_positions = torch.from_numpy(positions[all_rows]).to(device)
+        self._rows = sent(all_rows, device)
+        self._row_positions = sent(positions[all_rows], device)
 
         # A product with this matrix `[chunks, recomputed rows]` is the mean of each chunk's rows, times the strength.
-        counts = torch.tensor([len(chunk_rows) for chunk_rows in recomputed_rows], device=device)
-        numbers = torch.arange(len(corrected_chunks), device=device)
-        # without `output_size` it would wait for the device
-        number_of_row = numbers.repeat_interleave(counts, output_size=len(all_rows))
-        membership = numbers[:, None] == number_of_row[None, :]
-        self._scaled_mean = membership.float() * (self._strength / counts.float())[:, None]
+        counts = np.array([len(chunk_rows) for chunk_rows in recomputed_rows])
+        numbers = np.arange(len(corrected_chunks))
+        chunk_of_row = sent(np.repeat(numbers, counts), device)
+        membership = sent(numbers, device)[:, None] == chunk_of_row[None, :]
+        scales = self._strength / sent(counts, device).float()
+        self._scaled_mean = membership.float() * scales[:, None]
 
         # The inverse rotation. The squared length is 1, except for rope scalings that stretch what they rotate.
         inverse_tables = []

@@ -18,6 +18,7 @@ from cachecraft_rag.compute.kv_buffer import KVBuffer
 from cachecraft_rag.compute.rows import RowReason, Rows
 from cachecraft_rag.compute.stack import AttentionSettings
 from cachecraft_rag.kernels.attention_mass import attention_mass
+from cachecraft_rag.kernels.gpu.streams import sent
 from cachecraft_rag.kernels.visibility import Visibility
 
 # Most rows of a question that are probed, so that a long conversation is not computed twice.
@@ -117,5 +118,5 @@ class QuestionProbe(AttentionReceived):
         self.absent = absent if len(absent) else None
         if len(absent):
             # Uninitialised memory may hold NaN, and 0 · NaN is NaN even for a hidden key.
-            absent_index = torch.from_numpy(absent).to(buffer.kv.device)
+            absent_index = sent(absent, buffer.kv.device)
             buffer.kv[: self.layers, :, absent_index] = 0

@@ -44,6 +44,9 @@ class KVSink(Protocol):
         places.
         """
 
+    def place_all(self, layer: int, chunks: Sequence[tuple[Tensor, int]]) -> None:
+        """Do the work of `place` for several chunks, each with its position. Only the computing thread calls it."""
+
 
 @dataclass(eq=False, slots=True)
 class Extent:
@@ -517,8 +520,12 @@ class PendingLoads:
             else:
                 self._stretches = None
                 stretches = list(_stretches(self._to_place(layer, below)))
-        for stored, start, first, last in stretches:
-            sink.place(layer, stored.own(layer, first, last), start + first)
+        if stretches:
+            chunks = [
+                (stored.own(layer, first, last), start + first)
+                for stored, start, first, last in stretches
+            ]
+            sink.place_all(layer, chunks)
 
     def _place_waiting(self) -> None:
         """Place all layers that were loaded before `send_to`, chunk by chunk, and release their memory."""

@@ -76,7 +76,7 @@ class Filling:
         self._planned = self._idle_since = time.perf_counter()
         self._load_s = 0.0
         try:
-            self._steps = OverlappedPrefill(stack, job, self._loads, speed).steps()
+            self._steps = OverlappedPrefill(stack, job, self._loads, speed, runs_ahead=True).steps()
             self._step: Step = next(self._steps)
         except BaseException:  # whatever it is, readers stop
             self._close_loads()

@@ -313,7 +313,9 @@ class Scheduling:
             ask = known.ask
             if ask is not None and not ask.idle:
                 has_mostly_computed = 2 * rows > ask.prompt.bounds[-1]
-                if has_mostly_computed:
+                # others end on a GPU before they are computed
+                captures = ask.config.capture or bool(ask.captures)
+                if has_mostly_computed and captures:
                     self._row_s = (time.monotonic() - known.began) / rows
             if "refused" in report:  # vLLM asks again if none of the prompt is computed yet
                 known.ask = None

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import torch
 
 from cachecraft_rag.compute.balance.speed import ComputeSpeed
@@ -24,6 +25,7 @@ from cachecraft_rag.compute.driver import Work, run
 from cachecraft_rag.compute.job import PrefillResult
 from cachecraft_rag.compute.row_pass import RowPass, advance
 from cachecraft_rag.compute.stack import WholeModel
+from cachecraft_rag.kernels.gpu.streams import sent
 from cachecraft_rag.planning.planner import exact_shares
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.store.loading.loader import Loader
@@ -453,7 +455,7 @@ class Workers:
         fill = filling.fill
         result = filling.end()
         positions = torch.arange(fill.first, fill.last, device=self._stack.device)
-        blocks = torch.tensor(fill.blocks, device=self._stack.device)
+        blocks = sent(np.array(fill.blocks), self._stack.device)
         slots = (
             blocks[positions // self._block_size] * self._block_size + positions % self._block_size
         )

@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -449,6 +449,10 @@ class Into:
 
     def place(self, layer: int, chunk: torch.Tensor, start: int) -> None:
         self.kv[layer, :, start : start + chunk.shape[1]] = chunk
+
+    def place_all(self, layer: int, chunks: Sequence[tuple[torch.Tensor, int]]) -> None:
+        for chunk, start in chunks:
+            self.place(layer, chunk, start)
 
 
 def test_the_local_copy_goes_first_and_enough_is_enough(tmp_path: Path) -> None:

@@ -1,0 +1,191 @@
+"""Counts of one request on a simulated GPU: the workers' side of the connector, from the fill to the written blocks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+
+from benchmarks import late_device
+from benchmarks.gpu_model import CountedStack
+from benchmarks.late_device import Device
+from cachecraft_rag.store import ChunkCacheStore
+from cachecraft_rag.types.captures import Capture, TokenScores
+from cachecraft_rag.types.variants import VariantKey
+from cachecraft_rag.vllm.messages import FIELD, Ask, Fill
+from cachecraft_rag.vllm.served_model import ModelIdentity
+from cachecraft_rag.vllm.settings import ConnectorSettings
+from cachecraft_rag.vllm.worker.ranks import OneRank
+from cachecraft_rag.vllm.worker.scheduling import Scheduling
+from cachecraft_rag.vllm.worker.stack import WorkerStack
+from cachecraft_rag.vllm.worker.working import Workers
+
+if TYPE_CHECKING:
+    from benchmarks.request_costs import Requests, Size
+
+_BLOCK = 16
+_KEY = "the key of the counts"
+
+
+class BlockStack(CountedStack):
+    """Layers that launch nothing, over vLLM's blocks; `block_writes` counts the calls that write to them."""
+
+    def __init__(self, layers: int) -> None:
+        """Make as many layers, on the simulated device."""
+        super().__init__(layers)
+        self.ranks = OneRank()  # type: ignore[assignment]
+        self.layer_calls = 0
+        self.block_writes = 0
+        attention = SimpleNamespace(
+            impl=SimpleNamespace(do_kv_cache_update=self._wrote), kv_cache=None
+        )
+        layer = SimpleNamespace(attention=attention, original_order=None)
+        self._layers = [layer] * layers
+
+    def layer(self, index: int, hidden: Any, **how: Any) -> Any:
+        """Run one layer, and count it."""
+        self.layer_calls += 1
+        return super().layer(index, hidden, **how)
+
+    def _wrote(self, *_arguments: object) -> None:
+        self.block_writes += 1
+
+    def write_blocks(self, kv: Any, slots: Any, first: int) -> None:
+        """Write blocks as the stack of vLLM's layers does."""
+        WorkerStack.write_blocks(self, kv, slots, first)  # type: ignore[arg-type]
+
+
+@contextlib.contextmanager
+def _counted_device() -> Iterator[tuple[Device, Counter[str]]]:
+    """A simulated GPU on which Triton's kernels count as launched and write nothing; results are 0, not NaN."""
+    from triton.runtime.jit import JITFunction
+
+    from cachecraft_rag.kernels.gpu import choice
+
+    kernels: Counter[str] = Counter()
+
+    def launcher(kernel: Any, _grid: object) -> Any:
+        return lambda *_arguments, **_constants: kernels.update([kernel.__name__.removeprefix("_")])
+
+    properties = SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=227 << 10)
+    with (
+        patch.object(late_device, "GARBAGE", {True: 0.0, False: 0}),
+        late_device.installed() as device,
+        patch.object(choice, "_installed", lambda: True),
+        patch.object(choice, "_launches", lambda _device: True),
+        patch.object(JITFunction, "__getitem__", launcher),
+        patch.object(torch.cuda, "get_device_properties", lambda _device: properties),
+        patch.object(torch.Tensor, "is_pinned", lambda _tensor: True),
+    ):
+        yield device, kernels
+
+
+def count(size: Size, requests: Requests, folder: Path) -> dict[str, Any]:
+    """Return the counts of the request, from the fill to the written blocks.
+
+    launches              operations and kernels of this package, those of the layers left out
+    kernels               launches of each kernel
+    layer_calls           layers that were run: those of the probe and of the pass
+    copies                calls that copy keys and values to the device
+    transfers             copies that these calls make
+    other_copies          calls that copy anything else to the device
+    block_writes          calls that write to vLLM's blocks
+    host_waits            reasons why the host waited for the device, with how often
+    """
+    with _counted_device() as (device, kernels):
+        stack: Any = BlockStack(size.layers)
+        identity = ModelIdentity("2-" + "0" * 32, stack.layout, 1 << 20)
+        settings = ConnectorSettings(str(folder), identity, key=_KEY)
+        with ChunkCacheStore.open(folder, host_bytes=1 << 30) as store:
+            _store_chunks(store, settings, requests.capture)
+            workers = Workers(stack, store, settings, block_size=_BLOCK)
+            scheduling = Scheduling(store, settings, block_size=_BLOCK, prefix_caching=False)
+            for name in ("warm-up", "counted"):
+                device.launches = 0
+                device.copy_calls.clear()
+                device.host_waits.clear()
+                kernels.clear()
+                stack.layer_calls = 0
+                stack.block_writes = 0
+                _serve(workers, _fill_of(scheduling, requests.reuse, name))
+                scheduling.ended({name})
+            copies = [call for call in device.copy_calls if call.dtype.is_floating_point]
+            figures = {
+                "launches": device.launches + kernels.total(),
+                "kernels": dict(sorted(kernels.items())),
+                "layer_calls": stack.layer_calls,
+                "copies": len(copies),
+                "transfers": sum(call.transfers for call in copies),
+                "other_copies": len(device.copy_calls) - len(copies),
+                "block_writes": stack.block_writes,
+                "host_waits": dict(sorted(Counter(device.host_waits).items())),
+            }
+            workers.close()
+    return figures
+
+
+def _store_chunks(store: ChunkCacheStore, settings: ConnectorSettings, ask: Ask) -> None:
+    """Store a chunk-cache of zeros for each segment before the question."""
+    identity = settings.identity
+    before: tuple[str, ...] = ()
+    for segment in ask.prompt.segments[:-1]:
+        tokens = len(segment.token_ids)
+        scores = np.random.default_rng(tokens).random(tokens, np.float32) if before else None
+        capture = Capture(
+            VariantKey(settings.namespace, identity.fingerprint, segment.segment_id, before),
+            identity.layout,
+            segment.tokens_digest,
+            torch.zeros(identity.layout.shape(tokens)),
+            TokenScores(scores),
+            inter=tuple(0.1 for _ in before),
+            intra=0.5,
+            cci=0.5,
+            exact_share=1.0,
+            primed=True,
+        )
+        store.put(capture).result()
+        before = (*before, segment.segment_id)
+
+
+def _fill_of(scheduling: Scheduling, ask: Ask, name: str) -> Fill:
+    """Return the fill that the scheduler's side makes of the request."""
+    tokens = ask.prompt.bounds[-1]
+    request: Any = SimpleNamespace(
+        request_id=name,
+        kv_transfer_params={FIELD: ask.message(_KEY)},
+        prompt_token_ids=ask.prompt.token_ids,
+        num_prompt_tokens=tokens,
+        prompt_embeds=None,
+        mm_features=[],
+        lora_request=None,
+        skip_reading_prefix_cache=False,
+        cache_salt=None,
+        sampling_params=SimpleNamespace(prompt_logprobs=None),
+        prefill_stats=None,
+    )
+    matched = scheduling.matched(request, 0)
+    assert matched, "the chunks are stored"
+    scheduling.allocated(request, tuple(range(-(-tokens // _BLOCK))), matched)
+    (fill,) = scheduling.take_fills()
+    return fill
+
+
+def _serve(workers: Workers, fill: Fill) -> None:
+    """Fill the request's blocks; raises AssertionError unless its chunks were reused."""
+    workers.step([fill], [], rows=1 << 30)
+    while not (finished := workers.finished()):  # the simulated device takes longer than a step
+        workers.step([], [], rows=1 << 30)
+    assert finished == {fill.request_id}, "there is no other request"
+    news = workers.news()
+    assert news is not None
+    report = news.reports[fill.request_id]
+    assert "refused" not in report, report["refused"]
+    outcomes = [segment["outcome"] for segment in report["segments"]]
+    assert set(outcomes[1:-1]) == {"reused"}, outcomes
