@@ -164,7 +164,7 @@ class HTTPEngine(AnswerEngine):
         return ServerPrimer(self, self._link, related=related)
 
     def disk_space(self) -> DiskSpace:
-        """Return the space of the server's store, in bytes, and its codec."""
+        """Return the disk space of the server's store, as the server counts it."""
         reply = self._link.call(PRIME, {"documents": [], "estimate": True})
         with checked_reply(self._link.url, "the size of its store"):
             return replies.disk_space(reply)
@@ -342,8 +342,8 @@ class ServerCaches(Caches):
     def evict(self, chosen: RowFilter | None = None) -> Evicted:
         """Remove the chunk-caches of `chosen.chunk_ids`; return their number, and their bytes on the server's disk.
 
-        Ids that are not stored count as 0; without ids the server is not asked. Raises UnsupportedCallError if `chosen`
-        is None or filters by anything but chunk ids.
+        Ids that are not stored count as 0; without ids the server is not asked. Raises UnsupportedCallError unless
+        `chosen` filters by chunk ids alone.
         """
         if (
             chosen is None

@@ -110,23 +110,12 @@ class ChatWithDocuments:
         """Open the engine over vLLM's, check that reuse is exact here, and set `state.cachecraft` to an `Endpoint`.
 
         Metrics of the engine are registered with this process's `prometheus_client.REGISTRY`. vLLM calls this before
-        the first request; an error ends the server.
+        the first request; an error ends the server, such as those of `ServerEngine.open` and `check_reuse`.
 
         Args:
             engine_client: vLLM's `AsyncLLM`.
             state: state of the app, on which requests find the endpoint.
             args: arguments of vLLM's server.
-
-        Raises:
-            ConfigError: vLLM runs without this package's settings, or with an option or a tokenizer that they rule out;
-                or the instruction, or the chat template, cannot be used.
-            ModelNotFoundError: a file of the model cannot be read or is damaged.
-            UnsupportedModelError: the model has no weight files on this machine, or reuse is not exact on it.
-            StoreError: the store cannot be opened, read or written.
-            KeyError, AttributeError: the model's config lacks a value that is needed, see `VLLMModel.load`.
-            ValueError: the metrics of another engine are registered in this process already.
-
-        vLLM's own exceptions pass, too, such as for a chat template that cannot be read, or a `max_logprobs` below 16.
         """
         settings = ConnectorSettings.of(engine_client.vllm_config)
         loop = asyncio.get_running_loop()
@@ -167,14 +156,14 @@ class Endpoint:
         self._slow = ThreadPoolExecutor(2, "cachecraft-priming")
 
     async def in_thread(self, act: Callable[[], T], *, slow: bool = False) -> T:
-        """Return the result of a blocking function, which is called in a thread.
+        """Return the result of a blocking function that a thread of this endpoint runs.
+
+        Any CacheCraftError becomes an HTTPException (400, with the reason). If the caller is cancelled, an `act` that
+        has begun goes on in its thread.
 
         Args:
             act: the function.
             slow: True for work that may take minutes; it has two separate threads. Other work has four.
-
-        Waits for a free thread. Raises HTTPException (400, with the reason) in place of any CacheCraftError; other
-        errors of `act` pass. If the caller is cancelled, an `act` that has begun goes on in its thread.
         """
         threads = self._slow if slow else self._layouts
         try:
@@ -215,11 +204,8 @@ async def create_chat_completion(request: DocumentChatRequest, raw_request: Requ
 
     A request without `documents` is passed to vLLM. If this server reuses plain prompts, its messages are searched on
     the way. Returns JSON, or a stream of server-sent events if the request asks for one; None if the client has gone.
-    What vLLM's own handler refuses is JSON with the status that it chose. Requests with `documents` that are refused
-    are counted as such.
-
-    Raises HTTPException (400) for an invalid session, and for documents, messages, tools or reuse settings that cannot
-    be used, or that do not fit the context; also vLLM's own exceptions.
+    Refusals of vLLM's own handler are JSON with the status that it chose; ours are an HTTPException (400), and are
+    counted if the request has `documents`.
     """
     if request.documents is not None:
         return await _with_documents(request, raw_request)
@@ -295,14 +281,10 @@ async def _plain_chat(
 
 
 async def create_completion(request: CompletionRequest, raw_request: Request) -> Response:
-    """Serve a completion by vLLM's own handler; its prompt is searched on the way if this server reuses plain prompts.
+    """Serve a completion by vLLM's own handler, with replies as in `create_chat_completion`.
 
-    Returns JSON, or a stream of server-sent events if the request asks for one; None if the client has gone. What
-    vLLM's own handler refuses is JSON with the status that it chose.
-
-    Raises HTTPException (400) for a request with `documents`, which only chat completions take, and for an invalid
-    session. If this server reuses plain prompts, also for reuse settings that cannot be used, except with beam search;
-    otherwise they are ignored. Raises vLLM's own exceptions, too, such as for a prompt that is too long.
+    The prompt is searched on the way if this server reuses plain prompts; otherwise, and with beam search, reuse
+    settings are ignored. Refuses a request with `documents`, which only chat completions take.
     """
     _require_none(request)
     _divide_prefix_cache(request, raw_request)
@@ -328,10 +310,7 @@ async def _plain_completion(
 def _divide_prefix_cache(
     request: ChatCompletionRequest | CompletionRequest | ResponsesRequest, raw_request: Request
 ) -> None:
-    """Keep a session's blocks in vLLM's prefix cache apart from those of others, by the request's salt.
-
-    Raises HTTPException (400) for an invalid session.
-    """
+    """Keep a session's blocks in vLLM's prefix cache apart from those of others, by the request's salt."""
     session = _endpoint(raw_request).session(raw_request)
     request.cache_salt = salt_of(session, request.cache_salt or "") or None
 
@@ -382,15 +361,7 @@ def _searching(stock: Any, raw_request: Request, origin: Origin, locate: Locate)
 
 
 async def create_responses(request: ResponsesRequest, raw_request: Request) -> Response:
-    """Serve a response by vLLM's own handler; its prompt is searched on the way if this server reuses plain prompts.
-
-    Returns JSON, or a stream of server-sent events if the request asks for one; None if the client has gone. What
-    vLLM's own handler refuses is JSON with the status that it chose.
-
-    Raises HTTPException (400) for a request with `documents`, which only chat completions take, and for an invalid
-    session. If this server reuses plain prompts, also for reuse settings that cannot be used; otherwise they are
-    ignored. Raises vLLM's own exceptions, too.
-    """
+    """Serve a response by vLLM's own handler; the rest is as in `create_completion`."""
     _require_none(request)
     _divide_prefix_cache(request, raw_request)
     if (origin := _origin(request, raw_request)) is None:
@@ -454,8 +425,7 @@ async def facts(raw_request: Request) -> dict[str, object]:
 async def tokenizer(raw_request: Request) -> dict[str, object]:
     """Return the files of the model's tokenizer, for clients that do not have them: {"files": {name: text}}.
 
-    The names are those of `TOKENIZER_FILES` that the model has, and the chat template is the one in use. Raises OSError
-    if a file cannot be read, UnicodeDecodeError if it is not UTF-8; the client gets status 500.
+    The names are those of `TOKENIZER_FILES` that the model has, and the chat template is the one in use.
     """
     endpoint = _endpoint(raw_request)
     return {"files": await endpoint.in_thread(endpoint.engine.tokenizer_files)}
@@ -468,12 +438,7 @@ async def statistics(name: str, raw_request: Request) -> dict[str, object]:
     `Audit`, or None for an answer that was not audited, or not yet. Of a response, the statistics are those of its
     first prompt.
 
-    Args:
-        name: id of the answer.
-        raw_request: the HTTP request.
-
-    Raises HTTPException (404) for an unknown answer, one that is not among the last 1,000, and one of another session;
-    HTTPException (400) for an invalid session.
+    Raises HTTPException (404) for an unknown answer, one that is not among the last 1,000, and one of another session.
     """
     endpoint = _endpoint(raw_request)
     session = endpoint.session(raw_request)
@@ -493,14 +458,13 @@ async def prime(raw_request: Request) -> dict[str, object]:
     """Prime one document, see `administration.prime`.
 
     Raises HTTPException (403) without the admin key that this server asks for; HTTPException (400) for an invalid or
-    too large body, a chunk that does not fit a pass, a private instruction, and a store that is closed or cannot be
-    read; also vLLM's own exceptions.
+    too large body, a chunk that does not fit a pass, and a private instruction.
     """
     return await _changed(raw_request, administration.prime)
 
 
 async def evict(raw_request: Request) -> dict[str, object]:
-    """Evict chunks, see `administration.evict`. Raises HTTPException as `prime` does.
+    """Evict chunks, see `administration.evict`; errors as in `prime`.
 
     Captures that vLLM's processes have begun are not waited for; those of removed chunks are not stored.
     """

@@ -56,17 +56,8 @@ def serve(
         json_logs: write the log lines of all processes as JSON, those of vLLM and of HTTP requests too, unless vLLM is
             given another logging configuration.
 
-    Raises:
-        ConfigError: an argument is set here or conflicts with what is set here, or its value is no whole number where
-            vLLM takes one; a setting has no effect over vLLM; or vLLM is missing or of an unknown version.
-        ModelNotFoundError: nothing of that name can be loaded, the hub cannot be reached, or a file is damaged.
-        UnsupportedModelError: chunk-caches cannot be reused with this model and these arguments, its heads cannot be
-            divided among the ranks, or it has no weight files on this machine.
-        KeyError, AttributeError: the model's config lacks a value that is needed, see `VLLMModel.load`.
-        SystemExit: vLLM's command line refuses an argument, or `arguments` ask for its help.
-
-    These errors are raised before vLLM starts. Once it has started, errors of `ChatWithDocuments.init_state` pass, such
-    as UnsupportedModelError if reuse is not exact on this model, and so do vLLM's own exceptions.
+    Arguments, settings and models that cannot be used are refused before vLLM starts, which takes a minute. Raises
+    SystemExit if vLLM's command line refuses an argument, or `arguments` ask for its help.
     """
     check_arguments(arguments)
     config = check_config(config)
@@ -120,8 +111,7 @@ def check_arguments(arguments: Sequence[str]) -> None:
     """Raise ConfigError for arguments of vLLM's that are set here, or that conflict with what is set here.
 
     Set here are --model, --dtype, --tokenizer, --kv-transfer-config, --kv-connector and --config, also with a part of
-    their value named after a dot. --api-server-count (-asc) and --headless conflict. Underscores count as hyphens, and
-    a value may follow after "=". All other arguments pass unchecked. Returns None.
+    their value named after a dot. --api-server-count (-asc) and --headless conflict. Underscores count as hyphens.
     """
     for argument in arguments:
         name = argument.partition("=")[0].partition(".")[0].replace("_", "-")

@@ -113,8 +113,7 @@ def locate_messages(
     """Locate each message to search in a rendered prompt.
 
     The chat template may strip a message or write it as a JSON string. A message whose text it changes or leaves out
-    is not searched, and `remark` names it. In the result, `ends_with_question` is True if the last message is the
-    user's and is to be searched. Raises nothing.
+    is not searched, and `remark` names it.
 
     Args:
         prompt: the rendered prompt; None if its tokens are not those of its text: nothing is searched then.
@@ -146,21 +145,17 @@ def locate_messages(
 
 
 def searched_messages(messages: Sequence[Message], *, search_system: bool) -> list[int]:
-    """Return the indices of the messages to search, ascending; [] if there are none.
+    """Return the indices of the messages to search, ascending: of users, results of tools, perhaps system messages.
 
-    These are messages of the user, results of tools, and with `search_system` system messages. Messages of fewer than
-    200 characters hold no passage and are left out, except for the last message of the request. Messages without text
-    are left out too, and so are those that hold more than text, such as images.
+    Messages of fewer than 200 characters hold no passage and are left out, except for the last message of the request,
+    and so are those that hold no text or more than text, such as images.
     """
     roles = (*_ROLES, *(_SYSTEM_ROLES if search_system else ()))
     return [index for index, _ in _long_messages(messages) if messages[index].get("role") in roles]
 
 
 def role_of(message: Message) -> str:
-    """Return the role of a searched message for the metrics: "user", "tool" or "system".
-
-    A "function" counts as "tool", and a "developer" as "system". Other roles are returned as they are, as text.
-    """
+    """Return the role of a message for the metrics: a "function" counts as "tool", a "developer" as "system"."""
     role = str(message.get("role"))
     return {"function": "tool", "developer": "system"}.get(role, role)
 

@@ -40,7 +40,7 @@ class ServerEngine(AnswerEngine):
     Attributes:
         settings: settings of the endpoint.
         system: the server's instruction.
-        new_variants: captures chunks that were reused and fixed, in idle time.
+        new_variants: as in `VLLMBackend`.
     """
 
     store: ChunkCacheStore
@@ -89,18 +89,8 @@ class ServerEngine(AnswerEngine):
             chat_template: chat template in place of the model's own; None: the model's own.
             calls: sends requests to vLLM.
 
-        Raises:
-            ConfigError: vLLM has another tokenizer than the model's, or options with which answers cannot be audited;
-                the instruction, or the chat template, cannot be used; or a setting of the store cannot be used here,
-                such as a codec whose package is not installed.
-            ModelNotFoundError: a file of the model cannot be read or is damaged.
-            UnsupportedModelError: the model has no weight files on this machine.
-            StoreError: the store cannot be opened.
-            KeyError, AttributeError: the model's config lacks a value that is needed, see `VLLMModel.load`.
-            TypeError: the instruction is private and holds half a surrogate pair.
-
-        If an error is raised, the store is closed. Earlier results of audits and a calibration in the store's folder
-        that cannot be read raise nothing: a warning is logged.
+        Raises ConfigError also if vLLM has another tokenizer than the model's. Earlier results of audits and a
+        calibration that cannot be read are only logged.
         """
         if model_config.tokenizer != model_config.model:
             raise ConfigError(
@@ -136,17 +126,7 @@ class ServerEngine(AnswerEngine):
 
         The settings of both are those that were asked for, or the server's, with the recompute ratio of a quality
         target or the calibrated α. They reuse and capture nothing if the prompt is shorter than `min_prompt_tokens`.
-        Chunks that do not fit the context are left out, see `PromptBuilder.build`. Nothing is sent, counted or
-        computed.
-
-        Args:
-            asked: the request with documents, as it was parsed.
-            session: session of the request; None without one.
-
-        Raises:
-            ContextLengthError: question, history and answer do not fit the model's context.
-            ConfigError: the question is empty, the history does not alternate, the chat template refuses it, or the
-                instruction or a tool cannot be used.
+        Chunks that do not fit the context are left out, see `PromptBuilder.build`.
         """
         started = time.perf_counter()
         check_asked(asked.question, asked.history, session=session, config=asked.config)
@@ -172,38 +152,20 @@ class ServerEngine(AnswerEngine):
     def chosen_ratio(self, asked: ReuseConfig) -> tuple[float, str] | None:
         """Return the recompute ratio that the quality target chooses, and a sentence with the reason for it.
 
-        None without a target, and for settings without reuse, or with a ratio or α. Raises nothing.
-
-        Args:
-            asked: the settings that the request asks for, before calibration.
+        None without a target, and for settings (before calibration) without reuse, or with a ratio or α.
         """
         return self._backend.audits.results.chosen_ratio(asked)
 
     def predicted_answer(self, request: Request) -> PredictedAnswer | None:
-        """Return an object that notes what is predicted along an answer; None if it is not to be audited.
-
-        Answers without reuse are never audited, and none is after `close`. The others are drawn by chance, with the
-        share of audits; by default it is 0. An object does not yet mean an audit: `RequestRecord.request_predictions`
-        gives up those with a grammar, and those whose client wants log-probabilities. Raises nothing.
-        """
+        """Same as `IdleAudits.recorder`; `RequestRecord.request_predictions` may still give the audit up."""
         return self._backend.audits.recorder(request)
 
     def audit_of(self, request_id: str) -> Audit | None:
-        """Return the audit of an answer, by the id of its request.
-
-        None if it was not audited, not yet (`settle` waits for it), or too long ago: the last 1,024 results are kept.
-        Raises nothing, also after `close`.
-        """
+        """Same as `VLLMEngine.audit_of`."""
         return self._backend.audits.results.get(request_id)
 
     def ended(self, record: RequestRecord) -> None:
-        """Count and log a request that has ended; its new variants and its audit then wait for idle time.
-
-        After `close` it is only counted and logged. Returns None at once, and raises nothing.
-
-        Args:
-            record: progress of the request, after `RequestRecord.end`.
-        """
+        """Count and log a request that has ended; its new variants and its audit then wait for idle time."""
         stats = record.stats()
         self.request_counts.add(stats)
         log_request(stats, error=record.error)
@@ -211,11 +173,7 @@ class ServerEngine(AnswerEngine):
         self._backend.audits.answered(record.request, record.progress, record.predicted)
 
     def transfer(self, ask: Ask) -> dict[str, object]:
-        """Return vLLM's `kv_transfer_params` of a request, as plain JSON values.
-
-        The keys are "prompt_token_ids", the token ids of the whole prompt, and `messages.FIELD`, the signed message.
-        The dict is a new one. Raises nothing.
-        """
+        """Same as `VLLMBackend.transfer`."""
         return self._backend.transfer(ask)
 
     @property
@@ -226,28 +184,17 @@ class ServerEngine(AnswerEngine):
     def check_reuse(self) -> None:
         """Run the self-check of the model's chunk-caches, then measure and set `min_prompt_tokens`, in tokens.
 
-        It becomes 0, which means all prompts, without a GPU and wherever else nothing is measured, see
-        `VLLMBackend.measured_min_prompt_tokens`. The captures of both are removed.
-
-        The check and its errors are those of `VLLMBackend.check_reuse`.
+        See `VLLMBackend.check_reuse` and `measured_min_prompt_tokens`. The captures of both are removed.
         """
         self._backend.check_reuse()
         self.min_prompt_tokens = self._backend.measured_min_prompt_tokens()
 
     def settle(self, timeout: float | None = None) -> bool:
-        """Wait for new variants within their budget, and for audits.
-
-        Returns True once none of them waits or is under way, and at once after `close`; False after `timeout` seconds.
-        None waits without limit. Candidates for which the budget is spent are not waited for. Raises nothing: captures
-        and audits that fail are logged and counted.
-        """
+        """Same as `VLLMBackend.settle`."""
         return self._backend.settle(timeout)
 
     def calibrated(self, config: ReuseConfig) -> ReuseConfig:
-        """Return a copy of these settings, with the calibrated α for them if `calibration_for` finds one.
-
-        Its `plain_prompts` is "off", because `server.unmarked` searches unmarked text. Raises nothing.
-        """
+        """Same as in `AnswerEngine`, with `plain_prompts` "off": `server.unmarked` searches unmarked text."""
         return replace(super().calibrated(config), **OFF)
 
     def facts(self) -> dict[str, object]:
@@ -263,8 +210,7 @@ class ServerEngine(AnswerEngine):
     def close(self) -> None:
         """Give up work in idle time, end requests of this engine, and close the store; the API server ends vLLM itself.
 
-        Readers of its requests get CancelledError; requests of clients over HTTP go on. A second call does nothing, and
-        neither does a call in a fork of this process. Raises nothing.
+        Requests of clients over HTTP go on.
         """
         if not self._home.here:
             return

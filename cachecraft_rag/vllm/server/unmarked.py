@@ -93,10 +93,7 @@ class Origin:
 
     @property
     def owner(self) -> str | None:
-        """Session that owns the passages of the request; None if all users share them.
-
-        It is `session` if there is one, or else "salt " and a digest of the `cache_salt` if there is one.
-        """
+        """Owner of the request's passages: the session, else "salt " and a digest of the salt, else None, all users."""
         return (
             self.session
             if self.session is not None or not self.salt
@@ -176,13 +173,8 @@ class ServedPrompts:
     def longest(self, ids: Sequence[int], origin: Origin) -> tuple[int, Ask | None]:
         """Return the number of tokens of the longest prefix that was served, and the request for chunk-caches for it.
 
-        Only prompts that were noted with an equal `origin` count. The number is a multiple of 16. Returns (0, None) if
-        no prefix was served or its blocks are forgotten, and (number, None) if vLLM computed the prefix without
-        chunk-caches.
-
-        Args:
-            ids: token ids of the prompt.
-            origin: origin of the request.
+        Only prompts that were noted with an equal `origin` count. The number is a multiple of 16. The request is None
+        if vLLM computed the prefix without chunk-caches.
         """
         length = 0
         ask: Ask | None = None
@@ -250,15 +242,12 @@ class PlainPrompts:
         chunks instead. A prompt that is shorter than `min_prompt_tokens` is served in the second way only; otherwise it
         is neither searched nor looked up.
 
-        Waits for the catalog and for a remote. Counts the searched messages in the metrics. If the catalog cannot be
-        read, a warning is logged, and vLLM computes the prompt.
+        Waits for the catalog and for a remote. If the catalog cannot be read, vLLM computes the prompt.
 
         Args:
             ids: token ids of the prompt.
             locate: returns the parts of the prompt to search.
             origin: origin of the request.
-
-        Raises StoreError if the store is closed.
         """
         started = time.perf_counter()
         cached, before = self._served.longest(ids, origin)
@@ -365,12 +354,7 @@ class PlainPrompts:
         )
 
     def _count(self, searched: Searched, stored: Mapping[int, bool], start: int) -> None:
-        """Count the searched messages.
-
-        Args:
-            stored: start of each found segment → True if it is stored.
-            start: first token that is searched.
-        """
+        """Count the searched messages, given start of each found segment → True if it is stored."""
         for text, role in zip(searched.texts, searched.roles, strict=True):
             within = [
                 is_stored
@@ -381,28 +365,15 @@ class PlainPrompts:
             self._searched.labels(role, result).inc()
 
     def served(self, ids: Sequence[int], origin: Origin, prepared: Prepared | None) -> None:
-        """Note a prompt whose blocks are now in vLLM's prefix cache.
-
-        Args:
-            ids: token ids of the prompt; [] if it was not searched, which notes nothing.
-            origin: origin of the request.
-            prepared: result of `prepare`; None if vLLM computed the prompt.
-        """
+        """Note a prompt whose blocks are now in vLLM's prefix cache; `prepared` is the result of `prepare`."""
         self._served.note(ids, origin, None if prepared is None else prepared.ask)
 
     def asking(self, ask: Ask) -> tuple[dict[str, object], str]:
-        """Return the `kv_transfer_params` of a request, and its salt for vLLM's prefix cache.
-
-        The parameters have one key, `messages.FIELD`, with the signed message. The salt is 32 hex digits. Raises
-        nothing.
-        """
+        """Return the `kv_transfer_params` of a request, which hold the signed message, and its salt, 32 hex digits."""
         return {FIELD: self._engine.transfer(ask)[FIELD]}, ask.cache_salt(self._engine.namespace)
 
     def record(self, prepared: Prepared) -> RequestRecord:
-        """Return a new record of a request, for `Records.begin`; chance decides if its answer is to be audited.
-
-        The record is `alone` if vLLM computes the prompt without chunk-caches. Raises nothing.
-        """
+        """Return a new record of a request, for `Records.begin`; chance decides if its answer is to be audited."""
         name = prepared.request.request_id
         return RequestRecord(
             prepared.request,
@@ -415,11 +386,10 @@ class PlainPrompts:
         )
 
     async def aside(self, act: Callable[[], T]) -> T | None:
-        """Return the result of a blocking function, which is called in one of four threads.
+        """Return the result of a blocking function that one of four threads runs.
 
         Returns None if it raises CacheCraftError, OSError, RuntimeError or OverflowError (for a token id of more than
-        63 bits), which is logged: vLLM then serves the request without chunk-caches, or refuses it. Other errors of
-        the function pass.
+        63 bits), which is logged: vLLM then serves the request without chunk-caches, or refuses it.
         """
         try:
             return await asyncio.get_running_loop().run_in_executor(self._threads, act)
@@ -430,11 +400,7 @@ class PlainPrompts:
     def note(self, notes: Notes) -> None:
         """Count a prompt's texts as seen in the store, and let those that were seen before be captured in idle time.
 
-        To be called after the answer. Returns at once and raises nothing: a thread does the work, and failures are only
-        logged. Does nothing without candidates.
-
-        Args:
-            notes: `Prepared.notes` of the prompt.
+        To be called after the answer, with `Prepared.notes`. A thread does the work, and failures are only logged.
         """
         self._threads.submit(self._note, notes).add_done_callback(log_mistake)
 
@@ -516,10 +482,6 @@ class SearchingClient:
 
         In the outputs of a request that is served from chunk-caches, `num_cached_tokens` is the number of reused
         tokens, None before the report. For an audit, `params.logprobs` becomes 16, and the outputs hide them.
-
-        If looking up the prompt's texts fails as `PlainPrompts.aside` describes, that is logged, and vLLM serves the
-        request without chunk-caches. Raises vLLM's own exceptions, and KeyError, TypeError
-        or ValueError for a report that no connector of this version makes.
         """
         prompts = self._prompts
         client: EngineClient | RecordingClient = self._client
