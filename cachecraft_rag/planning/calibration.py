@@ -101,7 +101,6 @@ def save_calibration(store: Path, fingerprint: str, calibration: Calibration) ->
     """Save the calibration of a model below a store's folder, in place of an earlier one; those of other models stay.
 
     A file that cannot be read is logged and replaced. Of two processes that save at once, one may lose its result.
-    Raises StoreError if the file cannot be written.
     """
     path = store / CALIBRATION_FILE
     content = json.dumps(_known(path) | {fingerprint: asdict(calibration)}, indent=1)

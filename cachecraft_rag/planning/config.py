@@ -66,8 +66,6 @@ class ReuseMethod:
     loading          treatment of chunk-caches that are not in memory. "cake": load from the end of the prompt while
                      its front is computed. "layerwise": compute nothing that is stored and load each layer before it
                      is used. "whole": load everything, then compute
-
-    Raises ConfigError for a value that is unknown, out of range or of a wrong type.
     """
 
     scope: Scope = "anywhere"
@@ -147,9 +145,6 @@ class ReuseConfig:
     plain_prompts      reuse in prompts without documents (unmarked text). "reuse" recognises text that was captured
                        before and captures passages that occur again; "off" computes the whole prompt
     method             how chunk-caches are reused, to compare methods with: a `ReuseMethod`
-
-    Raises ConfigError for a value that is unknown, out of range or of a wrong type, and TypeError for the name of a
-    setting that does not exist.
     """
 
     reuse: bool = True

@@ -14,17 +14,13 @@ from collections.abc import Mapping, Sequence
 def prefix_overlap(inter: Sequence[float], old: Sequence[str], new: Mapping[str, int]) -> float:
     """Return β (eq. 6), in [0, 1]: of the attention to the origin prefix, the share on chunks of the new prefix.
 
+    The paper leaves 0/0 open. Here it is 1.0 for a chunk that attended to no earlier chunk, and for one captured
+    without earlier chunks 1.0 if `new` is empty too, otherwise 0.0.
+
     Args:
         inter: attention (eq. 3) to each chunk of `old`, in the same order; 0 or more.
         old: chunk ids of the origin prefix.
         new: chunk id → place, for the chunks before it in the current prompt.
-
-    Returns:
-        The share. The paper leaves 0/0 open. For a chunk captured without earlier chunks it is 1.0 if `new` is empty
-        too, otherwise 0.0. For a chunk that attended to no earlier chunk it is 1.0.
-
-    Raises:
-        ValueError: `inter` and `old` differ in length. This is not checked for the special values above.
 
     >>> prefix_overlap([3.0, 1.0], ["a", "b"], {"a": 0, "c": 1})  # 3 / 4
     0.75
@@ -44,11 +40,7 @@ def prefix_overlap(inter: Sequence[float], old: Sequence[str], new: Mapping[str,
 def order_penalty(old: Sequence[str], new: Mapping[str, int]) -> float:
     """Return γ (eq. 7), in [0, 1]: the normalised Kendall tau distance between the old and new order of shared chunks.
 
-    Returns 0.0 if the two prefixes share fewer than two chunks.
-
-    Args:
-        old: chunk ids of the origin prefix, in order.
-        new: chunk id → place, for the chunks before it in the current prompt.
+    Arguments as in `prefix_overlap`. Returns 0.0 if the two prefixes share fewer than two chunks.
 
     >>> order_penalty(["a", "b", "c"], {"c": 0, "b": 1, "a": 2}), order_penalty(["a", "b", "x"], {"b": 0, "a": 4})
     (1.0, 1.0)
@@ -82,21 +74,14 @@ def context_impact(
     """Return CCI (eq. 9–11), in [0.5, 1]: the sigmoid of a chunk's attention to earlier chunks over that to itself.
 
     Both are per pair of tokens. The ratio is never negative, so the sigmoid is at least 0.5. Take that into account
-    when you calibrate α (eq. 13).
+    when you calibrate α (eq. 13). Without earlier chunks it is 0.5; if `intra` is 0, it is 1.0 if the chunk attended to
+    an earlier one, else 0.5.
 
     Args:
         inter: attention (eq. 3) to each earlier chunk, averaged over heads and layers (eq. 10).
-        prefix_tokens: number of tokens of each of these chunks, in the same order.
+        prefix_tokens: number of tokens of each of these chunks, in the same order; not 0.
         intra: attention within the chunk (eq. 4), averaged over heads and layers.
         tokens: number of tokens of the chunk.
-
-    Returns:
-        0.5 for a chunk without earlier chunks. If `intra` is 0, 1.0 if the chunk attended to an earlier chunk, else
-        0.5.
-
-    Raises:
-        ValueError: `inter` and `prefix_tokens` differ in length.
-        ZeroDivisionError: `tokens` or one of `prefix_tokens` is 0.
 
     >>> context_impact(inter=[2.0], prefix_tokens=[10], intra=5.0, tokens=10)  # a/b = 0.02 / 0.05
     0.598687660112452

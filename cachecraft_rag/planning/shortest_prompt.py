@@ -100,8 +100,7 @@ def timed(
 ) -> Times | None:
     """Time one prompt with full prefill and with reuse, in turn; None once it could not be reused.
 
-    The fastest of ten counts for both, because what slows a single request down may hit either. All times are logged at
-    level INFO.
+    The fastest of ten counts for both, because what slows a single request down may hit either.
 
     Args:
         config: settings of reuse; `DEFAULT_RATIO` replaces CFO, which says nothing about random tokens.

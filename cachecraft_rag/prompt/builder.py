@@ -81,10 +81,7 @@ def checked_chunks(chunks: Iterable[Chunk]) -> list[Chunk]:
 
 
 def check_history(history: object) -> None:
-    """Raise ConfigError unless the history is a list or tuple of pairs of text; an empty one is valid.
-
-    Roles and their order are not checked here; `PromptBuilder.build` checks them.
-    """
+    """Raise ConfigError unless the history is a list or tuple of pairs of text; `build` checks the roles."""
     check_kind(
         "history", history, (list, tuple), advice='write [("user", "…"), ("assistant", "…")]'
     )
@@ -173,11 +170,8 @@ class PromptBuilder:
         search_system: with `bare`, search the instruction for captured texts, for applications that put the context
             there: it is no part of the system segment then.
 
-    Raises:
-        ConfigError: the instruction holds a mark that this package uses itself; a tool is invalid, see
-            `checked_tools`; a private instruction or its tools hold the model's control tokens; or the model's chat
-            template fails at a conversation, or drops, repeats or reorders its text.
-        TypeError: a private instruction holds half a surrogate pair.
+    Raises ConfigError also if a private instruction or its tools hold the model's control tokens, or the chat template
+    fails at a conversation, or drops, repeats or reorders its text.
     """
 
     def __init__(
@@ -256,10 +250,7 @@ class PromptBuilder:
         return segment
 
     def text_ids(self, text: str) -> list[int]:
-        """Return the token ids of a text of a user's or a document's, without tokens of the template; [] for "".
-
-        Names of control tokens become ordinary characters, as in a prompt, and half a surrogate pair becomes "?".
-        """
+        """Return the token ids of a text of a user's or a document's, as in `chunk_segment`; [] for ""."""
         return list(self._encode(text, special=False))
 
     def build(
@@ -287,11 +278,6 @@ class PromptBuilder:
             reserve: number of tokens kept free for the answer.
             recognise: finds captured texts in a prompt without chunks (`prompt.unmarked`).
             private: whether the segments found in unmarked text belong to one session.
-
-        Raises:
-            ContextLengthError: instruction, history, question and `reserve` alone do not fit the model's context.
-            ConfigError: the question is empty, roles or calls of the history do not match, or the model's chat template
-                fails at the conversation, or drops, repeats or reorders its text.
         """
         if not question.strip() and not (history and history[-1][0] == "result"):
             raise ConfigError("the question is empty; ask something")
@@ -327,7 +313,7 @@ class PromptBuilder:
     ) -> Prompt:
         """Return the prompt of a text as it is, without the chat template; names of control tokens control the model.
 
-        Arguments and errors as in `build`. The first token takes the instruction's place if anything is found.
+        Arguments as in `build`. The first token takes the instruction's place if anything is found.
         """
         ids: tuple[int, ...] = tuple(self._tokenizer(text)["input_ids"])
         room = self._context_length - reserve - len(ids)
@@ -384,10 +370,7 @@ class PromptBuilder:
 
     @cached_property
     def kinds(self) -> TokenKinds:
-        """Features of each token of the vocabulary that decide where unmarked text is cut, computed once.
-
-        Raises ValueError for a tokenizer without any token.
-        """
+        """Features of each token of the vocabulary that decide where unmarked text is cut, computed once."""
         vocabulary: dict[str, int] = self._tokenizer.get_vocab()
         tokens: list[str | None] = [None] * (max(vocabulary.values()) + 1)
         for token, number in vocabulary.items():

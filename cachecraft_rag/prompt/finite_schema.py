@@ -16,13 +16,7 @@ def has_finite_instance(schema: object) -> bool:
     fixpoint: at first none counts as finite, and each round adds those that are finite given the round before. Keywords
     and values that are not known here count as harmless, so True does not mean that the schema is valid.
 
-    Args:
-        schema: a parsed JSON schema.
-
-    Raises:
-        RecursionError: the schema is nested too deeply.
-        ValueError: a reference has, in place of a list's index, a digit that `int` cannot read, such as "²", or more
-            than 4,300 digits.
+    Raises RecursionError for deep nesting, ValueError for a reference whose list index `int` cannot read, such as "²".
 
     >>> node = {"type": "object", "properties": {"next": {"$ref": "#"}}}
     >>> has_finite_instance(node), has_finite_instance(node | {"required": ["next"]})

@@ -141,11 +141,7 @@ class Constraints:
         self._grammar = lru_cache(_KEPT_GRAMMARS)(self._compiled)
 
     def json(self, schema: str) -> Constraint:
-        """Return a new constraint, for one answer, to JSON of a schema. Grammars of the last 64 schemas are kept.
-
-        Raises ConfigError without llguidance, for a tokenizer that it cannot read, and for a schema that it does not
-        support or that has no finite answer.
-        """
+        """Return a new constraint, for one answer, to JSON of a schema. Grammars of the last 64 schemas are kept."""
         grammar = self._grammar(schema)
         import llguidance
 
@@ -202,10 +198,7 @@ class Constraints:
 
 
 def asking_for(schema: str) -> str:
-    """Return the end of a question that asks for JSON of a schema: a blank line and a sentence with the schema.
-
-    The schema is not checked. Constrained decoding alone would not tell the model what the fields mean.
-    """
+    """Return the end of a question that asks for JSON of a schema; the grammar alone would not explain the fields."""
     return f"\n\nAnswer in JSON of this schema: {schema}"
 
 
