@@ -17,12 +17,7 @@ from cachecraft_rag.serving.sampling import SamplingOptions, sampling_from
 class _OverEngine:
     """A component's engine, which `warm_up` opens from settings that a pipeline's file holds.
 
-    Args:
-        model: Hugging Face name or folder, or "demo".
-        store: folder of the chunk-caches.
-        engine_options: options of `EngineConfig` by name, such as {"system": "Be brief."}.
-        engine: an open engine instead, which several components may share; the caller closes it. Such a component
-            cannot be written to a file.
+    Arguments as of `CacheCraftPrimer`.
     """
 
     def __init__(
@@ -108,7 +103,7 @@ class CacheCraftGenerator(_OverEngine):
         sampling_from(self._sampling)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the settings. Raises ConfigError for a component with an engine that was passed in."""
+        """Same as for `CacheCraftPrimer`, with `generation_kwargs`."""
         data = _OverEngine.to_dict(self)
         data["init_parameters"]["generation_kwargs"] = self._sampling
         return data

@@ -134,10 +134,9 @@ class Asked:
             context_length: most tokens of prompt and answer together.
             allowed: reuse settings that the request may change, see `EndpointSettings`.
 
-        Raises ConfigError, with what to do instead, for fields that do not work together with documents; documents,
-        messages or tools of another form, or with more than 64 characters per token of the context in all; a last
-        message that is neither the user's nor the result of a tool; a document whose id is that of another text, if the
-        request sets `strict_ids`; and reuse settings that are unknown, out of range, or not for clients to change.
+        Raises ConfigError for fields that do not work together with documents; for more than 64 characters per token
+        of the context in all; for a last message that is neither the user's nor the result of a tool; and with
+        `strict_ids` for a document whose id is that of another text.
         """
         for name, (fine, advice) in UNSUPPORTED.items():
             if not fine(getattr(request, name, None)):
@@ -180,15 +179,8 @@ def plain_config(
     """Return the reuse settings of a request without documents; None if it, or the server, turns reuse off.
 
     A request turns it off with `plain_prompts` "off" or `reuse` False. `capture` is the server's own, because captures
-    follow later by the server's settings. A request can turn it off if `allowed` is "safe", and change it if `allowed`
-    is "all".
-
-    Args:
-        request: vLLM's request.
-        default: the server's reuse settings, which hold for all that the request does not set.
-        allowed: reuse settings that the request may change, see `EndpointSettings`.
-
-    Raises ConfigError for settings that are unknown, out of range, or not for clients to change.
+    follow later by the server's settings. A request can turn reuse off if `allowed` is "safe", and change it if
+    `allowed` is "all"; `default` holds for all that it does not set.
     """
     given = _reuse_settings(request)
     if isinstance(given, Mapping) and given.get("plain_prompts") == "off":
@@ -204,11 +196,7 @@ def plain_config(
 
 
 def read_body(body: bytes, names: Collection[str]) -> dict[str, Any]:
-    """Return the fields of a JSON object as a dict; any of `names` may be missing, and an empty object gives {}.
-
-    Raises ConfigError for bytes that are not a JSON object, and for a field that is not among `names`. Values are not
-    checked.
-    """
+    """Return the fields of a JSON object; any of `names` may be missing. Raises ConfigError for other names."""
     try:
         parsed = json.loads(body)
         check_mapping("the body", parsed)
@@ -236,16 +224,8 @@ def read_priming(body: bytes, *, context_length: int) -> PrimingRequest:
     """Return the request to prime in the body of an HTTP request.
 
     Of the fields "documents", "related" and "estimate" only the first is required; it is the list of one document's
-    chunks, which may be []. Without the others nothing is related, and the request is no estimate.
-
-    Args:
-        body: the body.
-        context_length: most tokens of prompt and answer together.
-
-    Raises:
-        ConfigError: the body is not a JSON object, or has another field; documents have another form, see
-            `check_documents`; "estimate" is neither true nor false; documents and related ones have more than 4,194,304
-            characters in all; or one of them has more than 64 characters per token of the context.
+    chunks, which may be []. All of them have at most 4,194,304 characters, and each at most 64 per token of the
+    context.
     """
     given = read_body(body, ("documents", "related", "estimate"))
     related = given.get("related", [])
@@ -272,10 +252,7 @@ def read_priming(body: bytes, *, context_length: int) -> PrimingRequest:
 def _chunks(
     documents: Sequence[Mapping[str, object]], *, strict: bool = False
 ) -> tuple[Chunk, ...]:
-    """Return the chunks. If the `id` of a document is the id of another text, its chunk gets the right id.
-
-    Raises ConfigError for such an id if `strict`.
-    """
+    """Return the chunks. An `id` that is the id of another text gives way to the right one; `strict` refuses it."""
     chunks = tuple(
         Chunk(_document_text(document) or "", known_id=_known_id(document.get("id")))
         for document in documents
@@ -320,8 +297,7 @@ def _reuse_settings(request: PlainRequest) -> object:
 def check_documents(documents: object) -> None:
     """Raise ConfigError, with what to write instead, for anything but a list of at most 1,000 objects with a text.
 
-    The text is in a field "text", "page_content" or "content", may be "", and has no half surrogate pairs. An empty
-    list is valid. Returns None.
+    The text is in a field "text", "page_content" or "content", may be "", and has no half surrogate pairs.
     """
     if not isinstance(documents, list):
         raise ConfigError(f"documents must be a list; {_EXAMPLE}")
@@ -458,25 +434,16 @@ def _config(given: object, default: ReuseConfig, allowed: ClientSettings) -> Reu
 def shaping_settings(config: ReuseConfig, default: ReuseConfig) -> list[str]:
     """Return the names of the settings that differ from the server's and change captured values; [] if none does.
 
-    They are in the order of the fields of `ReuseConfig`. All its settings change captured values but `reuse`,
-    `capture`, `method.loading` and `min_prompt_tokens`.
-
-    Args:
-        config: settings of a request.
-        default: settings of the server.
+    All settings do but `reuse`, `capture`, `method.loading` and `min_prompt_tokens`.
     """
     return [name for name in config.differences(default) if name not in _HARMLESS]
 
 
 def uncaptured_note(config: ReuseConfig | None, default: ReuseConfig) -> str:
-    """Return why a request with these settings captures nothing, for its statistics; "" if there is nothing to say.
+    """Return why a request with these settings captures nothing, for its statistics.
 
-    There is nothing to say if the request captures as usual, if the server captures nothing at all, and if the request
-    changes no setting that would shape captured values.
-
-    Args:
-        config: settings of the request; None: the server's.
-        default: settings of the server.
+    It is "" if the request captures as usual, or changes no setting that would shape captured values, or if the server
+    captures nothing at all.
     """
     if config is None or config.capture or not default.capture:
         return ""

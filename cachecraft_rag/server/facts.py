@@ -20,10 +20,9 @@ def facts_of(
     system: str,
     end_tokens: Collection[int],
 ) -> dict[str, object]:
-    """Return facts that a client needs, as plain JSON values by name, in a new dict; keys are not among them.
+    """Return facts that a client needs, as plain JSON values by name, without keys.
 
-    "protocol" and "version" are those of the messages and of this package; "session_header" is None for a server
-    without sessions.
+    "session_header" is None for a server without sessions.
     """
     model = engine.decoder
     return {
@@ -46,8 +45,7 @@ def facts_of(
 def tokenizer_files(folder: Path, tokenizer: Any) -> dict[str, str]:
     """Return the files of a model's tokenizer as texts, by name: those of `TOKENIZER_FILES` that its folder has.
 
-    The text of "chat_template.jinja" is the template in use. Raises OSError if a file cannot be read,
-    UnicodeDecodeError if it is not UTF-8.
+    The text of "chat_template.jinja" is the template in use.
     """
     files: dict[str, str] = {}
     for name in TOKENIZER_FILES:

@@ -49,8 +49,6 @@ class Layouts:
             tools: tools of the request.
             private: True if instruction or tools hold one user's text.
             bare: see `PromptBuilder`.
-
-        Raises ConfigError for an instruction or tools that cannot be used.
         """
         text = ("" if bare else self._system) if system is None else system
         private = private or self._prompts.system.private

@@ -31,9 +31,7 @@ class ServerArguments(Protocol):
 def first_request(args: ServerArguments, *, needs_key: bool = False) -> str:
     """Return a `curl` command for a shell that asks this server a question with a document.
 
-    Args:
-        args: arguments of vLLM's server.
-        needs_key: True if the server asks for a key that `args` do not have.
+    `needs_key` is True if the server asks for a key that `args`, of vLLM's server, do not have.
     """
     names = args.served_model_name or args.model
     body = {
@@ -56,11 +54,7 @@ def first_request(args: ServerArguments, *, needs_key: bool = False) -> str:
 
 
 async def announce(args: ServerArguments, *, needs_key: bool = False, note: str = "") -> None:
-    """Log that the server is ready, and a first request, once it accepts connections.
-
-    Arguments as in `first_request`; `note` is a sentence for operators. Waits as long as the server takes; raises
-    nothing but CancelledError.
-    """
+    """Log that the server is ready, and a first request, once it accepts connections; `note` is for operators."""
     while not await _accepts_connections(args):
         await asyncio.sleep(_RETRY_S)
     logger.info(

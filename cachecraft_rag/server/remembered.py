@@ -14,13 +14,7 @@ class Remembered:
         self._answers: OrderedDict[str, tuple[str | None, dict[str, object]]] = OrderedDict()
 
     def keep(self, name: str, session: str | None, values: dict[str, object]) -> None:
-        """Keep the values of an answer, in place of earlier ones; the oldest answer is forgotten if there are too many.
-
-        Args:
-            name: id of the answer.
-            session: session that may see them; None: requests without a session.
-            values: plain values, for JSON.
-        """
+        """Keep the values of an answer, in place of earlier ones; session None: for requests without a session."""
         self._answers[name] = (session, values)
         self._answers.move_to_end(name)
         while len(self._answers) > MOST_REMEMBERED:

@@ -31,8 +31,7 @@ def messages_of(request: ResponseRequest) -> list[Message]:
 
     An input that is a text becomes one message of the user. An item whose type ends in `_call_output`, a tool's result,
     becomes a message of role "tool" with its output as content; neighbouring calls of functions become one message of
-    the assistant. Other items keep their values, so some have no role. An empty list gives the instruction alone. The
-    request stays as it is. Raises nothing for a request that vLLM has validated.
+    the assistant. Other items keep their values, so some have no role.
     """
     messages: list[Message] = [{"role": "system", "content": request.instructions or ""}]
     if isinstance(request.input, str):

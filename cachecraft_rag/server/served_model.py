@@ -29,9 +29,5 @@ class ServedModel:
 
     @cached_property
     def chunk_bound(self) -> ModelTokens:
-        """Bound of a document's chunks: this model's token count, and the most tokens of a chunk.
-
-        A chunk may have a quarter of the context's tokens, but at least 16 and at most 1,024. The bound is made at the
-        first use and kept, with a copy of the tokenizer.
-        """
+        """Bound of a document's chunks: a quarter of the context's tokens, but at least 16 and at most 1,024."""
         return ModelTokens.of(self.tokenizer, context_length=self.context_length)

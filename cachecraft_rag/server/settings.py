@@ -35,9 +35,6 @@ class EndpointSettings:
     plain_prompts    reuse of text in requests without documents, see `server.unmarked.PlainPrompts`
     search_system    True if system messages of such requests are searched too: applications may put the context there
     admin_keys       keys that allow priming and eviction, in addition to vLLM's own key; (): no such key is required
-
-    Raises ConfigError for a value that is unknown or of a wrong type, for a `session_header` or an admin key
-    of "", and for `search_system` while `plain_prompts` is "off".
     """
 
     root: str = ""
@@ -65,10 +62,7 @@ class EndpointSettings:
             )
 
     def session_in(self, headers: Mapping[str, str]) -> str | None:
-        """Return the session in the header that `session_header` names; None without that header, or without a name.
-
-        Raises ConfigError for a session that is empty or has more than 256 characters.
-        """
+        """Return the session, 1 to 256 characters, in the header `session_header`; None without that header."""
         header = self.session_header
         session = None if header is None else headers.get(header)
         if session is not None and not 0 < len(session) <= LONGEST_SESSION:

@@ -294,7 +294,7 @@ class LocalServer:
         return Refused(404, message, code="model_not_found", param="model")
 
     async def _in_thread(self, act: Callable[[], T], *, slow: bool = False) -> T:
-        """Return the result of a blocking function, which is called in a thread."""
+        """Return the result of a blocking function, run in a thread; `slow` work has separate threads."""
         threads = self._slow if slow else self._layouts
         return await asyncio.get_running_loop().run_in_executor(threads, act)
 
@@ -328,12 +328,7 @@ async def _with_error(events: AsyncIterator[str]) -> AsyncIterator[str]:
 
 
 class Guard:
-    """Middleware that asks for a key, for JSON, and for the name of this computer.
-
-    Args:
-        api_keys: keys of which requests to /v1 need one; (): no key.
-        only_local_names: see `LocalServer`.
-    """
+    """Middleware that asks for a key, for JSON, and for the name of this computer; arguments as in `LocalServer`."""
 
     def __init__(self, app: ASGIApp, *, api_keys: Sequence[str], only_local_names: bool) -> None:
         self._app = app

@@ -19,11 +19,7 @@ _MOST_TEXTS = 2048  # as OpenAI's
 
 
 class Embeddings:
-    """Vectors of texts as an embedding model indexes them. Thread-safe.
-
-    Args:
-        model: as in `Embedder`.
-    """
+    """Vectors of texts as an embedding model, named as in `Embedder`, indexes them. Thread-safe."""
 
     def __init__(self, model: str) -> None:
         self.model = model
@@ -36,10 +32,7 @@ class Embeddings:
         return find_spec("sentence_transformers") is not None
 
     def reply(self, body: Mapping[str, Any]) -> dict[str, object]:
-        """Return the vectors of the texts in a request's body, in OpenAI's form.
-
-        Raises ConfigError for a body that cannot be served, and ModelNotFoundError if the model cannot be loaded.
-        """
+        """Return the vectors of the texts in a request's body, in OpenAI's form."""
         check_names(body, _FIELDS, what="field")
         texts = _texts(body.get("input"))
         encoding = body.get("encoding_format") or "float"

@@ -109,9 +109,7 @@ _REFUSED: Unsupported = {
 def check_fields(body: Body, own: Collection[str]) -> None:
     """Raise ConfigError for a field that is unknown, or whose value asks for something that this server cannot do.
 
-    Args:
-        body: the body of a request.
-        own: fields of the endpoint besides those of all endpoints.
+    `own` are fields of the endpoint besides those of all endpoints.
     """
     check_names(body, (*_READ, *own, *_WITHOUT_EFFECT, *_REFUSED), what="field")
     for name, (is_harmless, advice) in _REFUSED.items():
@@ -254,10 +252,7 @@ class ToolUse:
 
     @classmethod
     def of(cls, tools: Sequence[Tool], choice: object, *, parallel: object) -> ToolUse:
-        """Return the use of checked tools that `tool_choice` and `parallel_tool_calls` ask for.
-
-        Raises ConfigError for an unknown choice.
-        """
+        """Return the use of checked tools that `tool_choice` and `parallel_tool_calls` ask for."""
         names = tuple(tool["function"]["name"] for tool in tools)
         function = choice.get("function") if isinstance(choice, Mapping) else None
         wanted = function.get("name") if isinstance(function, Mapping) else choice
@@ -325,8 +320,6 @@ def sampling_of(
         max_tokens: longest answer that was asked for; None: the server's setting, if the context has room for it.
         room: tokens that the context has left after the prompt.
         schema: JSON schema of the answer.
-
-    Raises ConfigError for a value out of range.
     """
     stop = body.get("stop")
     values = {name: body.get(name) for name in ("temperature", "top_p", "seed")}

@@ -72,8 +72,6 @@ def serve(
         api_keys: see `LocalServer`.
         embeddings: embedding model of `/v1/embeddings`, as in `Embedder`.
         say: takes the text that says that the server is ready, with a first request.
-
-    Raises ConfigError if the server cannot listen there, and what `Engine.from_pretrained` raises.
     """
     endpoint = replace(endpoint, root=str(store), model=model)
     with _ended_by_signals(), _listening(host, port) as listening:
