@@ -395,7 +395,7 @@ class _JointPass:
             row_pass.write_rotated(layer, q[rows], k[rows], v[rows], settings)
 
     def attend_rotated(self, layer: int, q: Tensor, settings: AttentionSettings) -> Tensor:
-        """Attend pass by pass; return their outputs joined, `[rows, heads, head_dim]`."""
+        """Same as `attend`, for queries that are rotated already."""
         outputs = []
         for row_pass, rows in zip(self.passes, self._slices, strict=True):
             outputs.append(row_pass.attend_rotated(layer, q[rows], settings))
