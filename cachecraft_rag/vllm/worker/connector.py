@@ -81,10 +81,7 @@ class StepNews(KVConnectorWorkerMetadata):
     news: News
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        """Return the news of both ranks as one, see `News.joined`.
-
-        Raises AssertionError if `other` is no `StepNews`.
-        """
+        """Return the news of both ranks as one, see `News.joined`."""
         assert isinstance(other, StepNews), "all ranks run this connector"
         return StepNews(self.news.joined(other.news))
 
@@ -102,12 +99,7 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(
         self, vllm_config: VLLMConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
-        """Open this process's side: that of the scheduler or, in a worker, that of its rank.
-
-        Raises ConfigError if vLLM runs without this package's settings, UnsupportedModelError if chunk-caches cannot be
-        reused with this model and these options of vLLM, and StoreError if the store cannot be opened. Errors of vLLM
-        and of torch pass, such as that of a GPU without memory.
-        """
+        """Open this process's side: that of the scheduler or, in a worker, that of its rank."""
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         settle_in()
         self._settings = ConnectorSettings.of(vllm_config)
@@ -172,8 +164,7 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
         """Return how many tokens will be filled, and True if there are any: they are filled between steps.
 
         (0, False) means that vLLM computes the prompt. (None, False) means that it is not known yet, or that the
-        request has to wait, and vLLM asks again in the next step. Raises nothing: an exception is logged, and (0,
-        False) is returned.
+        request has to wait, and vLLM asks again in the next step.
 
         Args:
             request: the request.
@@ -186,8 +177,6 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: EngineRequest, blocks: RequestBlocks, num_external_tokens: int
     ) -> None:
         """Note the blocks of a request that is to be filled.
-
-        An exception is not caught, and ends vLLM.
 
         Args:
             request: the request.
@@ -203,9 +192,6 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
         There are at least `ConnectorSettings.least_rows` rows, and exactly as many while the server is idle. Each
         filling is handed out once. `gone` has the requests that have ended and those to be given up, in order of their
         ids. Exceptions are not caught, and end vLLM.
-
-        Args:
-            scheduler_output: work of vLLM's own in this step.
         """
         scheduled = int(scheduler_output.total_num_scheduled_tokens)
         left = self._step_tokens - scheduled
@@ -221,10 +207,7 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
         return StepWork(fills, gone, rows, scheduled == 0, idle, scheduling.take_wanted())
 
     def update_connector_output(self, connector_output: ConnectorOutput) -> None:
-        """Take the workers' news, and note the requests that are filled or given up.
-
-        Raises nothing: an exception is logged.
-        """
+        """Take the workers' news, and note the requests that are filled or given up."""
         sent = connector_output.kv_connector_worker_meta
         self._safely(
             None, lambda: self._scheduling.take_news(sent.news) if sent is not None else None
@@ -236,10 +219,9 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished(
         self, request: EngineRequest, block_ids: list[int]
     ) -> tuple[bool, dict[str, FillReport] | None]:
-        """Forget a request; return False, because vLLM may free the blocks, and the statistics that the answer carries.
+        """Forget a request; return False, because vLLM may free the blocks, and `messages.FIELD` → report.
 
-        The statistics are `messages.FIELD` → report; None for a request without a message of this package. Raises
-        nothing: an exception is logged, and (False, None) is returned.
+        The answer carries the report. None instead for a request without a message of this package.
         """
         return False, self._safely(None, lambda: self._scheduling.finished(request))
 
@@ -255,8 +237,7 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
         """Begin, continue and end fillings for this step's share of time, before vLLM's own forward pass.
 
         The work is the `StepWork` of `build_connector_meta`; the arguments are not used. The first filling frees the
-        memory that was reserved for fillings on a GPU. Raises nothing of the fillings: an exception is logged, and vLLM
-        computes the prompts that it concerns. Raises AssertionError without a `StepWork`.
+        memory that was reserved for fillings on a GPU.
         """
         work = self._get_connector_metadata()
         assert isinstance(work, StepWork), "made by build_connector_meta"
@@ -278,22 +259,16 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Return None, and the ids of requests whose blocks are filled or left to vLLM, or that were given up.
 
-        The ids are None too if there are no such requests. Each id is returned once. `finished_req_ids` is not used.
+        Each id is returned once; None without ids. `finished_req_ids` is not used.
         """
         return None, self._workers.finished() or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Return the ids of blocks that could not be filled and that vLLM has to compute; each is returned once.
-
-        The set is empty if there are none.
-        """
+        """Return the ids of blocks that could not be filled and that vLLM has to compute; each is returned once."""
         return self._workers.failed_blocks()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """Return reports and running captures as `StepNews`; None without news.
-
-        Raises nothing: an exception is logged, and None is returned.
-        """
+        """Return reports and running captures as `StepNews`; None without news."""
         news = self._safely(None, lambda: self._workers.news())
         return None if news is None else StepNews(news)
 
@@ -302,9 +277,8 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
     def get_kv_connector_stats(self) -> StoreCounts | None:
         """Return running totals of the store, if they have changed, and reports of filled requests; None without any.
 
-        Changes are those since the last result that had totals. The scheduler's side also returns corrections to vLLM's
-        own statistics, if they have changed, and each report once. Of the workers only the first one returns totals.
-        Raises nothing: an exception is logged, and None is returned.
+        The scheduler's side also returns corrections to vLLM's own statistics, if they have changed, and each report
+        once. Of the workers only the first one returns totals.
         """
         return self._safely(None, self._new_counts)
 
@@ -325,18 +299,11 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, object] | None = None) -> StoreCounts:
-        """Return the counts that have arrived in the API server as an object; without counts, an empty one.
-
-        Args:
-            data: `StoreCounts.data`.
-        """
+        """Return the counts that have arrived in the API server, `StoreCounts.data`, as an object."""
         return StoreCounts(data or {})
 
     def shutdown(self) -> None:
-        """In a worker, give up fillings and finish the captures; in the scheduler, end the look-ups. Close the store.
-
-        Raises nothing: an exception is logged.
-        """
+        """In a worker, give up fillings and finish the captures; in the scheduler, end look-ups. Close the store."""
         for part in (self._end, self._store):
             self._safely(None, part.close)
 

@@ -74,9 +74,7 @@ class StatsCorrections:
     def allocated(self, request: EngineRequest, tokens: int) -> None:
         """Note that a request is filled for the first time, and take back the look-up that vLLM counts now.
 
-        Args:
-            request: the request.
-            tokens: number of tokens to be filled.
+        `tokens` is the number of tokens to be filled.
         """
         look_up = _LookUp(request.num_prompt_tokens, tokens, request.prefill_stats)
         self._look_ups[request.request_id] = look_up
@@ -86,9 +84,7 @@ class StatsCorrections:
     def ended(self, name: str, reused: CountReused | None = None) -> None:
         """Count the look-up of a request again, whose filling has ended; does nothing if that was done before.
 
-        Args:
-            name: id of the request.
-            reused: counts the tokens of its prompt that were reused; None if none was.
+        `reused` counts the tokens of its prompt that were reused; None if none was.
         """
         look_up = self._look_ups.pop(name, None)
         if look_up is None:

@@ -55,13 +55,8 @@ class FillMemory:
     def of(cls, config: VLLMConfig, settings: ConnectorSettings, *, gpu_bytes: int) -> Self:
         """Return the sizes for a model; `total` is what its longest prompts need, limited to a share of the GPU.
 
-        The limit is a tenth of the GPU's memory, or up to a quarter if a single prompt of the longest kind needs it.
-        `context` is vLLM's `max_model_len`. Nothing is allocated here, see `reserve`.
-
-        Args:
-            config: config of the running vLLM.
-            settings: settings of the connector.
-            gpu_bytes: memory of one GPU, in bytes.
+        The limit is a tenth of the GPU's memory (`gpu_bytes`), or up to a quarter if a single prompt of the longest
+        kind needs it. `context` is vLLM's `max_model_len`. Nothing is allocated here, see `reserve`.
         """
         ranks = config.parallel_config.tensor_parallel_size
         layout = settings.identity.layout
@@ -80,8 +75,6 @@ class FillMemory:
     def longest(self) -> int | None:
         """Return the most tokens of a prompt that can be filled even if all of it is computed; None without a limit.
 
-        At most `context`. Raises ZeroDivisionError if there is a `total` and the three sizes are 0.
-
         >>> FillMemory(10, 10, 5, total=1000).longest()
         40
         """
@@ -93,7 +86,7 @@ class FillMemory:
     def room(self) -> int | None:
         """Return the memory for keys and values of all fillings, in bytes: `total` without that for the rows of a pass.
 
-        The rows are those of a prompt of `longest` tokens. None without a limit. Raises ZeroDivisionError as `longest`.
+        The rows are those of a prompt of `longest` tokens. None without a limit.
         """
         longest = self.longest()
         if self.total is None or longest is None:
@@ -113,11 +106,7 @@ class FillSize:
 
 
 class FillBudget:
-    """Division of the memory among the requests that are filled, and the captures that are not stored yet.
-
-    Args:
-        memory: sizes and limit.
-    """
+    """Division of the memory among the requests that are filled, and the captures that are not stored yet."""
 
     def __init__(self, memory: FillMemory) -> None:
         self._memory = memory
@@ -153,12 +142,7 @@ class FillBudget:
         return used + self._bytes(size) <= room
 
     def take(self, request: str, size: FillSize) -> None:
-        """Count a filling that begins, and the captures that it will make; `fits` is not asked here.
-
-        Args:
-            request: id of the request. A filling that is counted for it already is replaced.
-            size: size of the filling.
-        """
+        """Count a filling that begins, in place of an earlier one of the request, and the captures it will make."""
         self._filling[request] = size
         self._captured |= size.captured
 
@@ -167,11 +151,7 @@ class FillBudget:
         self._filling.pop(request, None)
 
     def stored(self, capturing: Collection[str]) -> None:
-        """Count a capture no longer if it is not under way, and no filling that is counted will make it.
-
-        Args:
-            capturing: segments whose captures are under way.
-        """
+        """Count a capture no longer if it is not under way, and no filling that is counted will make it."""
         expected = {segment for size in self._filling.values() for segment in size.captured}
         kept = expected.union(capturing)
         self._captured = {
@@ -203,10 +183,6 @@ def fill_memory(config: VLLMConfig, settings: ConnectorSettings) -> FillMemory:
     """Return the sizes on this machine's GPUs, the same in every process; `UNLIMITED` without a GPU.
 
     Imports vLLM, and asks the driver for the memory of the first GPU.
-
-    Args:
-        config: config of the running vLLM.
-        settings: settings of the connector.
     """
     from vllm.platforms import current_platform
 
@@ -220,12 +196,7 @@ def reserve(config: VLLMConfig, device: torch.device) -> list[Tensor]:
     """Return the memory of fillings in a list with one tensor; it is reserved as long as the list holds it.
 
     The tensor is uint8 `[bytes]`, as many as `FillMemory.total`, and not written. The list is empty on another device
-    than a CUDA GPU, and in a server that this package did not start. The size is logged. Raises ConfigError if the GPU
-    has no room.
-
-    Args:
-        config: config of the running vLLM.
-        device: device of the model.
+    than a CUDA GPU, and in a server that this package did not start. Raises ConfigError if the GPU has no room.
     """
     if device.type != "cuda":
         return []

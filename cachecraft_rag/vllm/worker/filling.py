@@ -22,15 +22,13 @@ from cachecraft_rag.vllm.messages import Fill, FillReport
 class Filling:
     """A request's prefill: the Hugging Face engine's, without the last tokens of the prompt, which vLLM computes.
 
-    While it waits for loads, where `driver.run` would block, the worker continues with another request.
+    While it waits for loads, where `driver.run` would block, the worker continues with another request. With several
+    ranks, the constructor and every step raise AnotherRankFailedError if another rank has given this request up, and
+    RanksApartError if a rank missed the meeting. Nothing stays open if the constructor raises.
 
     Attributes:
         result: result of the prefill; None until it is done.
         plan: the plan; after `end`, as it was executed.
-
-    Raises StoreError if the store is closed, MemoryError (on a GPU torch.OutOfMemoryError) if there is no room for keys
-    and values, and ValueError for a damaged variant. With several ranks it raises AnotherRankFailedError if another
-    rank has given this request up, and RanksApartError if a rank missed the meeting. Nothing stays open then.
     """
 
     def __init__(
@@ -97,10 +95,7 @@ class Filling:
         """Take every step that is ready, up to the next layer or to the end of the prefill. Never waits for loads.
 
         Afterwards `row_pass` is the next layer's pass, or `result` is set, or both are None because loads are late.
-        Does nothing if a layer can run already, or the prefill is done. With several ranks it raises
-        AnotherRankFailedError if another rank has given this request up, and RanksApartError if a rank missed the
-        meeting. Errors of the model and of its device pass. A chunk-cache that cannot be loaded raises nothing: its
-        tokens are computed.
+        Tokens of a chunk-cache that cannot be loaded are computed.
         """
         while self.result is None and not isinstance(step := self._step, Forward):
             now = time.perf_counter()
@@ -117,10 +112,7 @@ class Filling:
         self._loads.waited_s += time.perf_counter() - self._idle_since
 
     def end_layer(self) -> None:
-        """Note that the layer has run, and take every step that is ready, see `go_on`.
-
-        Raises AnotherRankFailedError or RanksApartError as `go_on` does; errors of the model and of its device pass.
-        """
+        """Note that the layer has run, and take every step that is ready, see `go_on`."""
         self._send(True)
         self.go_on()
 
@@ -135,8 +127,7 @@ class Filling:
         """Stop loading, note in `plan` which rows were computed instead of loaded, and return the result.
 
         The chunk-caches are closed; memory keeps those that were loaded whole. Captures that must not be stored, such
-        as those of chunks that are stored already, are dropped from the result's recorder. Raises AssertionError if the
-        prefill is not done.
+        as those of chunks that are stored already, are dropped from the result's recorder.
         """
         assert self.result is not None, "it is not done"
         self._loader.end(self._loads)
@@ -144,10 +135,7 @@ class Filling:
         return self.result
 
     def give_up(self) -> None:
-        """Stop the prefill before it is done, stop loading, and close the chunk-caches.
-
-        Nothing is captured. `end` and `report` raise AssertionError afterwards.
-        """
+        """Stop the prefill before it is done, stop loading, and close the chunk-caches; nothing is captured."""
         self._steps.close()
         self._close_loads()
 
@@ -159,7 +147,7 @@ class Filling:
         """Return the report of the request for its statistics; call it after `end`.
 
         "fixed" is missing if the request does not capture, runs in idle time or has found segments, and "recomputed" is
-        missing unless the request asks for details. Raises AssertionError if the prefill is not done.
+        missing unless the request asks for details.
         """
         assert self.result is not None, "it is not done"
         segments = [

@@ -43,8 +43,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 def self_attention_of(layer: object) -> SelfAttention | None:
     """Return the direct child of a layer that holds vLLM's attention as `attn`.
 
-    None if there is not exactly one, such as for a layer that another rank holds, and for an object that is no torch
-    module. Raises nothing.
+    None if there is not exactly one, such as for a layer that another rank holds.
     """
     children = layer.children() if isinstance(layer, torch.nn.Module) else ()
     holders: list[Any] = [
@@ -63,12 +62,10 @@ class RotaryTable:
     def tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return cos and sin in this dtype at these positions, each `[tokens, rotary_dim]`.
 
-        They are on the device of `positions`. Without a module both are empty: `[tokens, 0]`. Raises SurveyError if the
-        module has no table of positions; `survey_layers` has refused such a module already.
+        Without a module both are empty: `[tokens, 0]`.
 
         Args:
-            positions: int64 `[tokens]` on the module's device, below the length of its table. Raises IndexError for
-                larger ones on a CPU; on a GPU that is an error of the device.
+            positions: int64 `[tokens]` on the module's device, below the length of its table.
             dtype: dtype of the tables.
         """
         if self.module is None:
@@ -93,8 +90,7 @@ class VLLMLayerCall:
     def run(self, hidden: Tensor, positions: Tensor, *, rotates: bool = False) -> Tensor:
         """Run the layer and return its output; input and output are `[streams, rows, hidden]`.
 
-        There are two streams, hidden states and residual, if the layer carries a residual; otherwise one. Errors of the
-        layer and of its attention pass, after the rotary module is restored.
+        There are two streams, hidden states and residual, if the layer carries a residual; otherwise one.
 
         Args:
             hidden: the layer's input; the layer may overwrite it.
@@ -131,7 +127,7 @@ class WorkerLayer:
     attention         its vLLM attention
     settings          its attention settings
     order             index `[head_dim]` that puts a head's dimensions into the order of all models; None = they have it
-    carries_residual  True if the layer takes and returns a residual beside its hidden states
+    carries_residual  see `VLLMLayerCall`
     """
 
     call: VLLMLayerCall | LayerCall
@@ -146,17 +142,10 @@ class WorkerLayer:
         return None if self.order is None else torch.argsort(self.order)
 
     def run(self, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Run the layer with raw queries and keys and return its output.
+        """Run the layer with raw queries and keys and return its output; arguments as in `VLLMLayerCall.run`.
 
-        Input and output are `[streams, rows, hidden]`, with two streams, hidden states and residual, if the layer
-        carries a residual; otherwise one. Errors of the layer and of `attend` pass, after the layer's attention is
-        restored.
-
-        Args:
-            hidden: the layer's input; the layer may overwrite it.
-            positions: int64 `[rows]`, positions of the rows in their prompts.
-            attend: takes queries, keys and values `[rows, heads · head_dim]` in place of vLLM's attention, in the
-                model's own order of dimensions, and returns the result in the form of the queries.
+        `attend` takes queries, keys and values `[rows, heads · head_dim]` in place of vLLM's attention, in the model's
+        own order of dimensions, and returns the result in the form of the queries.
         """
         with _attention_calls(self.attention, attend):
             return self.call.run(hidden, positions)
@@ -197,16 +186,13 @@ def survey_layers(
 
     Layers that rotate alike share a table. Every layer runs three times over a few rows up to its attention, and is
     unchanged afterwards. Every rank has to call this, because norms of queries and keys may be computed by all ranks
-    together. Errors of the layers themselves pass. The lists are empty without layers.
+    together. Raises SurveyError with the reason if passes cannot run these layers.
 
     Args:
         modules: the model's layers, in order.
         hidden_size: numbers in a row of hidden states.
         dtype: dtype of hidden states.
         device: device of the model.
-
-    Raises:
-        SurveyError: passes cannot run these layers, with the reason.
     """
     layers: list[WorkerLayer] = []
     tables: list[RotaryTable] = []
@@ -243,19 +229,14 @@ def survey_transformers_layers(
     embed: Callable[[Tensor], Tensor],
     forward_context: Callable[[], AbstractContextManager[None]],
 ) -> tuple[list[WorkerLayer], Sequence[RotaryKind], Sequence[int]]:
-    """Return the layers, their rotary tables, and for each layer the number of its table.
+    """Same as `survey_layers`, for a model that vLLM runs with the layers of transformers.
 
-    This is `survey_layers` for a model that vLLM runs with the layers of transformers. The model is unchanged
-    afterwards. Every rank has to call this, because the model's own forward runs over a few tokens. Errors of that
-    forward pass.
+    Every rank has to call this, because the model's own forward runs over a few tokens.
 
     Args:
         model: the model without its head.
         embed: embeds token ids int64 `[rows]` as `[rows, hidden]`.
         forward_context: makes the context in which vLLM runs a model's forward; layers with experts ask for it.
-
-    Raises:
-        SurveyError: passes cannot run these layers, with the reason.
     """
     layers = model.layers
     assert isinstance(layers, torch.nn.ModuleList), "found by `models`"
@@ -403,10 +384,7 @@ def _rotary_table(call: VLLMLayerCall, attention: Attention, noise: Tensor) -> R
 
 
 def _cos_and_sin(rotary: Any, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return cos and sin of a rotary module of vLLM's, each `[tokens, rotary_dim / 2]`.
-
-    Raises SurveyError if it has no table of positions.
-    """
+    """Return cos and sin of a rotary module of vLLM's, each `[tokens, rotary_dim / 2]`; SurveyError without a table."""
     table = getattr(rotary, "cos_sin_cache", None)
     if not getattr(rotary, "use_long_rope", True):
         table = getattr(rotary, "long_short_cos_sin_cache", None)  # the short frequencies are first

@@ -74,12 +74,7 @@ class TensorParallel:
     def settle(self, failed: Mapping[str, str]) -> Mapping[str, str]:
         """End a round; return the failures of all ranks: request → the first reason that a rank gives for it.
 
-        Returns {} if no rank reports a failure. A reason is "" if no rank gives one.
-
-        Args:
-            failed: failures of this rank, request → reason; "" if it failed because of another rank.
-
-        Raises RanksApartError if a rank missed the meeting.
+        `failed` are those of this rank. A reason is "" if the request failed because of another rank.
         """
         self._act = _END
         if not self._meet(bool(failed)):
@@ -90,10 +85,7 @@ class TensorParallel:
         return everywhere
 
     def part(self) -> None:
-        """Meet no more. The others find out at their next meeting, without waiting for its time limit.
-
-        Their meeting raises RanksApartError. No collective may be called here afterwards. A second call does nothing.
-        """
+        """Meet no more; the others' next meeting raises RanksApartError. No collective may be called afterwards."""
         if self._meetings is not None:
             torch.distributed.destroy_process_group(self._meetings)
             self._meetings = None
@@ -101,8 +93,7 @@ class TensorParallel:
     def own_heads(self, kv: Tensor) -> Tensor:
         """Return this rank's share of `kv` `[…, tokens, all kv_heads, head_dim]`: `[…, tokens, kv_heads, head_dim]`.
 
-        It is a view: neighbouring heads, in the order of the ranks. No other rank is asked. Raises nothing; if the
-        ranks do not divide the heads evenly, which `worker.refusals` refuses before, the last heads are lost.
+        It is a view: neighbouring heads, in the order of the ranks. No other rank is asked.
         """
         own = kv.shape[-2] // self.size
         return kv[..., self.rank * own : (self.rank + 1) * own, :]
@@ -110,13 +101,7 @@ class TensorParallel:
     def gather_heads(self, own: Tensor) -> Tensor:
         """Return `[…, heads of all ranks, head_dim]` on the first rank, and `[…, 0, head_dim]` on the others.
 
-        The heads are in the order of the ranks. `own` stays as it is.
-
-        Args:
-            own: `[…, own heads, head_dim]`.
-
-        Raises AnotherRankFailedError if another rank has given up this act, RanksApartError if a rank missed the
-        meeting.
+        The heads are in the order of the ranks. `own` is `[…, own heads, head_dim]`.
         """
         own = own.contiguous()
         self._meet()
@@ -125,35 +110,18 @@ class TensorParallel:
         return joined if self.rank == 0 else own[..., :0, :]
 
     def mean(self, seen: Tensor) -> Tensor:
-        """Return a statistic of this rank's heads, of any shape, averaged over the ranks; the shape stays.
-
-        The result is a new tensor, and equal on all ranks. Raises AnotherRankFailedError if another rank has given up
-        this act, RanksApartError if a rank missed the meeting.
-        """
+        """Return a statistic of this rank's heads, of any shape, averaged over the ranks; equal on all of them."""
         seen = seen.clone()
         self._meet()
         total: Tensor = self._group.all_reduce(seen)
         return total / self.size
 
     def agree(self, lost: frozenset[T]) -> frozenset[T]:
-        """Return the union of what all ranks have lost. If no rank lost anything, it is `lost` itself, which is empty.
-
-        Waits for the other ranks.
-
-        Args:
-            lost: what this rank lost, such as ids of chunk-caches that it could not read.
-
-        Raises AnotherRankFailedError if another rank has given up this act, RanksApartError if a rank missed the
-        meeting.
-        """
+        """Return the union of what all ranks have lost, such as ids of chunk-caches that could not be read."""
         return frozenset[T]().union(*self._gathered(lost)) if self._meet(bool(lost)) else lost
 
     def lead(self, decision: T) -> T:
-        """Return the first rank's decision on every rank: what depends on clocks would differ from rank to rank.
-
-        Raises AnotherRankFailedError if another rank has given up this act, RanksApartError if a rank missed the
-        meeting.
-        """
+        """Return the first rank's decision on every rank: what depends on clocks would differ from rank to rank."""
         self._meet()
         return self._gathered(decision)[0]
 
@@ -187,8 +155,7 @@ class TensorParallel:
 def ranks_of_worker() -> OneRank | TensorParallel:
     """Return the ranks of this worker's tensor-parallel group: `OneRank` if it is the only one.
 
-    Every rank has to call this, inside a vLLM worker: they make a process group together. Errors of vLLM and
-    torch.distributed pass.
+    Every rank has to call this, inside a vLLM worker: they make a process group together.
     """
     from vllm.distributed.parallel_state import get_tp_group
 

@@ -12,8 +12,7 @@ _OTHER_MODEL = "Choose another model, or serve this one without reuse (`vllm ser
 def start_up_refusal(config: VLLMConfig, kv_cache_config: KVCacheConfig) -> Refusal | None:
     """Return why a server with this `VllmConfig` and KV caches cannot reuse chunk-caches; None without a known reason.
 
-    Of several reasons the first one is returned. After None, the survey of the layers and the self-check may still
-    refuse the model. Raises KeyError for a model with LongRoPE whose config lacks the original length.
+    After None, the survey of the layers and the self-check may still refuse the model.
     """
     model = config.model_config
     early = refusal(model.hf_config, VLLMOptions.from_config(config))
@@ -51,12 +50,8 @@ def _of_ranks(config: VLLMConfig) -> Refusal | None:
 def request_refusal(request: EngineRequest, *, is_audit: bool = False) -> str:
     """Return the reason why vLLM computes this request without chunk-caches; "" if it can be filled from them.
 
-    Requests of this package pass here as well: of the self-check, of priming, and of audits, which ask for
-    `idle.audits.KEPT` log-probabilities.
-
-    Args:
-        request: the request.
-        is_audit: True if it asks for log-probabilities of tokens that are not filled, which is no reason then.
+    Requests of this package pass here as well: of the self-check, of priming, and of audits. `is_audit` is True if the
+    request asks for `idle.audits.KEPT` log-probabilities of tokens that are not filled, which is no reason then.
     """
     sampling = request.sampling_params
     if sampling is None:

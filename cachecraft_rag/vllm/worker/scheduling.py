@@ -127,7 +127,7 @@ class Scheduling:
         """Note a new request before vLLM looks into its prefix cache, and keep its blocks with chunks apart there.
 
         Work in idle time counts as no waiting request from then on. Does nothing for a request without a message of
-        this package, and in a second call. Raises nothing.
+        this package, and in a second call.
         """
         message = (request.kv_transfer_params or {}).get(FIELD)
         if not message or request.request_id in self._known:
@@ -140,20 +140,16 @@ class Scheduling:
         """Return how many tokens after the first `computed` will be filled; None: ask again in the next step.
 
         0 if vLLM computes the remaining tokens: the request has no message of this package, is refused, has nothing
-        that could be reused or captured, or all of its chunks are in vLLM's prefix cache. A refusal raises nothing;
-        `finished` returns its reason. None while the look-up runs, while other requests compute its chunks, without
-        room for a further filling, and for work in idle time while other requests run.
+        that could be reused or captured, or all of its chunks are in vLLM's prefix cache. None while the look-up runs,
+        while other requests compute its chunks, without room for a further filling, and for work in idle time while
+        other requests run.
 
-        The first call begins the look-up, without a remote in this thread. The request counts as running until
-        `finished`, unless it is work in idle time.
+        The first call begins the look-up, without a remote in this thread; if that fails, nothing counts as stored. The
+        request counts as running until `finished`, unless it is work in idle time.
 
         Args:
             request: the request.
             computed: first tokens of the prompt that are in vLLM's prefix cache.
-
-        Raises StoreError if the store is closed. After `close`, if the store has a remote, raises RuntimeError for a
-        new request, and CancelledError for one whose look-up had not begun. A catalog or a remote that cannot be read
-        raises nothing: the prompt is then treated as if nothing of it were stored.
         """
         tokens = self._matched(request, computed)
         known = self._known.get(request.request_id)
@@ -215,8 +211,6 @@ class Scheduling:
 
     def allocated(self, request: EngineRequest, blocks: tuple[int, ...], tokens: int) -> None:
         """Note the blocks that vLLM has given the request: `take_fills` returns its filling next.
-
-        Does nothing for an unknown or refused request. Raises AssertionError if `matched` did not return these tokens.
 
         Args:
             request: the request.
@@ -321,22 +315,13 @@ class Scheduling:
                 known.ask = None
 
     def take_reports(self) -> dict[str, FillReport]:
-        """Return the reports since the last call, by `Ask.name`; {} if there are none.
-
-        Requests without a name are left out.
-        """
+        """Return the reports since the last call, by `Ask.name`; requests without a name are left out."""
         reports = self._reports
         self._reports = {}
         return reports
 
     def ended(self, names: set[str]) -> None:
-        """Note that these requests are filled or were given up; unknown ones are ignored.
-
-        Their part of the memory for fillings is free then, but for their captures.
-
-        Args:
-            names: ids of the requests.
-        """
+        """Note that requests are filled or were given up: their memory for fillings is free, but for their captures."""
         for name in names & self._known.keys():
             self._known[name].filling = False
         for name in names:
@@ -368,10 +353,7 @@ class Scheduling:
         return {FIELD: {"refused": known.refused or "it ended before its prompt was filled"}}
 
     def close(self) -> None:
-        """End the threads for look-ups, without waiting for look-ups under way; those that wait are cancelled.
-
-        Does nothing without a remote. The store stays open.
-        """
+        """End the threads for look-ups, without waiting for look-ups under way; the store stays open."""
         if self._threads is not None:
             self._threads.shutdown(wait=False, cancel_futures=True)
 

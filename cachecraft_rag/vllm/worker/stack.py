@@ -46,7 +46,7 @@ from cachecraft_rag.vllm.worker.whole_model import VLLMForward
 class WorkerStack:
     """Decoder layers of one rank inside a vLLM worker; see `compute.stack.Stack`.
 
-    Raises UnsupportedModelError with the reason if the passes cannot run these layers. Errors of the layers pass.
+    Raises UnsupportedModelError with the reason if the passes cannot run these layers.
     """
 
     def __init__(self, model: CausalLM, ranks: OneRank | TensorParallel) -> None:
@@ -110,7 +110,7 @@ class WorkerStack:
         """Return the first layer's input `[streams, rows, hidden]` for token ids, int64 `[rows]` on the stack's device.
 
         There are two streams, the second a residual of zeros, if layers carry one; otherwise one. With several ranks,
-        all of them have to call this with the same ids. Errors of the model pass.
+        all of them have to call this with the same ids.
         """
         hidden = self._embedded(ids)
         if not self._layers[0].carries_residual:
@@ -131,28 +131,16 @@ class WorkerStack:
         Args:
             positions: int64 `[rows]` on the stack's device, below the length of the module's table if it has one.
             kind: number of the table, one of `rotary_kinds`.
-
-        Raises:
-            IndexError: no table has the number `kind`; on a CPU also if a position is beyond the module's table. On a
-                GPU that is an error of the device, which a later call raises as torch's RuntimeError.
-            SurveyError: the module does not give cos and sin; the constructor has refused such a model.
         """
         return self._tables[kind].tables(positions, self.dtype)
 
     def layer(
         self, index: int, hidden: Tensor, *, positions: Tensor, layer_pass: LayerPass
     ) -> Tensor:
-        """Run one layer over `hidden` `[streams, rows, hidden]` and return its output, of the same shape.
+        """Run one layer over `hidden` `[streams, rows, hidden]`, which it may overwrite; return its output.
 
         The layer's attention calls `layer_pass.attend`. If that raises, the layer continues with zeros up to its end,
-        because other ranks wait for its sums; then the error is raised. Errors of the layer itself pass. Raises
-        IndexError for a layer that does not exist.
-
-        Args:
-            index: number of the layer.
-            hidden: the layer's input; the layer may overwrite it.
-            positions: int64 `[rows]`, positions of the rows in their prompts.
-            layer_pass: the running pass.
+        because other ranks wait for its sums; then the error is raised. `positions` of the rows are int64 `[rows]`.
         """
         layer = self._layers[index]
         width = layer.attention.head_size
@@ -179,9 +167,7 @@ class WorkerStack:
         return VLLMForward(self._model, self._layers)
 
     def write_blocks(self, kv: Tensor, slots: Tensor, first: int) -> None:
-        """Copy a finished buffer into vLLM's blocks, in all layers. `kv` stays as it is.
-
-        Errors of vLLM's attention backend pass. Raises ValueError if `kv` has another number of layers.
+        """Copy a finished buffer into vLLM's blocks, in all layers.
 
         Args:
             kv: `[layers, 2, capacity, kv_heads, head_dim]`, rotated keys and values, in the order of all models.

@@ -148,8 +148,7 @@ def _attention_of_pass(
 def check_whole_model(stack: WorkerStack, model: WholeModel) -> str:
     """Compute a small prompt with and without the model's own forward; return how they differ, or "" if they agree.
 
-    The prompt has a stored chunk whose drift is corrected. Errors of the forward pass. With several ranks, all of them
-    have to call it, and it raises AnotherRankFailedError and RanksApartError as passes do.
+    The prompt has a stored chunk whose drift is corrected. With several ranks, all of them have to call it.
     """
     job = _job_of_check(stack)
     try:

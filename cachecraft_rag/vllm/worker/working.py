@@ -69,10 +69,8 @@ class WorkerStream:
     def taken_over(self) -> Iterator[None]:
         """Return a context in which the calling thread, too, computes on this device and stream.
 
-        Work of both threads runs in the order of submission.
-
-        With a single stream no events are needed, and memory that one thread frees is reused in the same order. Does
-        nothing on a CPU. Errors of the block pass.
+        Work of both threads runs in the order of submission: no events are needed, and memory that one thread frees is
+        reused in the same order.
         """
         if self.stream is None:
             yield
@@ -149,8 +147,8 @@ class Workers:
         ignore the clock. At least one layer is computed if a filling is ready. Finished fillings are written into
         vLLM's blocks, and their captures are described in the background.
 
-        Raises nothing: an exception is logged, and vLLM computes the prompts that it concerns, see `failed_blocks`.
-        With several ranks, a step that fails as a whole ends filling: vLLM computes all prompts from then on.
+        An exception is logged, and vLLM computes the prompts that it concerns, see `failed_blocks`. With several ranks,
+        a step that fails as a whole ends filling: vLLM computes all prompts from then on.
 
         Args:
             fills: fillings to begin.
@@ -238,29 +236,23 @@ class Workers:
         logger.warning("%s", self._layer_by_layer)
 
     def finished(self) -> set[str]:
-        """Return the ids of requests that wait for nothing here any more, as a new set; each is returned once.
+        """Return the ids of requests that wait for nothing here any more; each is returned once.
 
-        Their blocks are filled or left to vLLM, or the requests are gone. The set is empty without such requests. A
-        request with `Ask.when_stored` is not among them before its captures are stored.
+        Their blocks are filled or left to vLLM, or the requests are gone. A request with `Ask.when_stored` is not among
+        them before its captures are stored.
         """
         done = self._done
         self._done = set()
         return done
 
     def failed_blocks(self) -> set[int]:
-        """Return the ids of blocks that vLLM has to compute itself, because a filling failed; each is returned once.
-
-        The set is empty without such blocks.
-        """
+        """Return the ids of blocks that vLLM has to compute itself, because a filling failed; each is returned once."""
         failed = self._failed_blocks
         self._failed_blocks = set()
         return failed
 
     def news(self) -> News | None:
-        """Return the reports since the last call, and all segments that are being captured now.
-
-        Returns None if there is no new report and the same segments are being captured as at the last call.
-        """
+        """Return the reports since the last call, and all segments that are being captured now; None without change."""
         capturing = self._write_back.pending()
         reports = self._reports
         self._reports = {}
@@ -270,10 +262,7 @@ class Workers:
         return News(reports, capturing)
 
     def close(self) -> None:
-        """Give up unfinished fillings, and finish the captures, waiting without limit. The store stays open.
-
-        Raises nothing: what fails is logged and not stored.
-        """
+        """Give up unfinished fillings, and finish the captures, waiting without limit. The store stays open."""
         for name in list(self._fillings):
             self._drop(name)
         self._hurry.set()
