@@ -160,7 +160,7 @@ class KVBuffer:
         copies = copy_stream(self._device)
         with torch.cuda.stream(copies):
             moved = _room_for(chunks, self._device)
-            torch._foreach_copy_(moved, chunks, non_blocking=True)
+            torch._foreach_copy_(moved, list(chunks), non_blocking=True)
         computing = torch.cuda.current_stream(self._device)
         computing.wait_stream(copies)
         moved[0].record_stream(computing)  # the memory is reused only after this stream has read it
