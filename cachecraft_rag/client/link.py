@@ -170,9 +170,7 @@ class Link:
         """Send a request, with a JSON body if there is one, and return the JSON reply, whose form is unchecked.
 
         Args:
-            path: path of the URL, such as "/v1/cachecraft".
             body: sent with POST; None: the request is a GET.
-            headers: further headers; ASCII text.
             patient: wait without limit, because the server computes for long.
             limit: most bytes of the reply; None = the limit of ordinary replies, 8 MiB.
         """

@@ -167,9 +167,7 @@ class ReuseConfig:
 
     @classmethod
     def full_prefill(cls) -> Self:
-        """Return settings that reuse nothing and capture nothing: the baseline to compare reuse with.
-
-        `ReuseConfig(reuse=False)` is none: it captures chunks, which later requests reuse exactly.
+        """Return the baseline to compare with: no reuse, and no captures, which `ReuseConfig(reuse=False)` makes.
 
         >>> config = ReuseConfig.full_prefill()
         >>> config.reuse, config.capture

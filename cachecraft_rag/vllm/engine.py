@@ -127,10 +127,7 @@ class VLLMBackend:
         store.before_removal.extend((self.new_variants.forget, self.audits.forget))
 
     def close(self) -> None:
-        """Drop the waiting audits and new variants, and count them. Does not end vLLM.
-
-        Waits until results of audits that are being written are on disk, but not for work under way.
-        """
+        """Drop the waiting audits and new variants; wait only for results of audits that are being written."""
         self.audits.close()
         self.new_variants.close()
 
@@ -215,11 +212,7 @@ class VLLMBackend:
     # -- the shortest prompt that is reused ---------------------------------------------------------------------------
 
     def measured_min_prompt_tokens(self) -> int:
-        """Measure and return the length in tokens from which prompts are answered sooner with reuse.
-
-        See `ReuseTiming.min_prompt_tokens`; the first length takes at least five seconds. Returns 0, which means all
-        prompts, without a GPU.
-        """
+        """Measure `ReuseTiming.min_prompt_tokens`, in five seconds or more; return 0, all prompts, without a GPU."""
         from vllm.platforms import current_platform
 
         return self._timing().min_prompt_tokens() if current_platform.is_cuda_alike() else 0
@@ -608,10 +601,7 @@ class VLLMEngine(AnswerEngine):
         return self._backend.settle(timeout)
 
     def audit_of(self, request_id: str) -> Audit | None:
-        """Return the audit of an answer, by the `request_id` of its statistics.
-
-        None if it was not audited, not yet (`settle` waits for it), or too long ago: the last 1,024 results are kept.
-        """
+        """Same as `Engine.audit_of`; `settle` waits for audits."""
         return self._backend.audits.results.get(request_id)
 
     def _prepared(self, request: Request, asked: Question) -> Request:

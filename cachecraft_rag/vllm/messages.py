@@ -206,8 +206,7 @@ class Ask:
     def cache_salt(self, namespace: str) -> str:
         """Return the salt of blocks with chunks in vLLM's prefix cache, 32 hex digits.
 
-        These blocks serve only requests with the same namespace, session, salt of the client, settings of reuse, and
-        segments before the question.
+        It differs between namespaces, sessions, clients' salts, settings of reuse and prefixes of segments.
         """
         settings = json.dumps(asdict(self.config), sort_keys=True)
         owner = ["private", self.session] if self.session is not None else ["shared"]
@@ -216,10 +215,7 @@ class Ask:
 
 
 def salt_of(session: str | None, client_salt: str) -> str:
-    """Return the `cache_salt` that keeps blocks in vLLM's prefix cache for a session and a client's own salt.
-
-    "" without both: the blocks then serve everyone.
-    """
+    """Return vLLM's `cache_salt` for a session and a client's own salt; "" without both: such blocks serve everyone."""
     return client_salt if session is None else digest("session salt", session, client_salt)
 
 

@@ -175,11 +175,7 @@ def reported_counts(engine_client: Any, on_report: TakeReport) -> Reported:
     """Return the counts that vLLM's processes send, and correct vLLM's own statistics from now on.
 
     The mapping is `ServerStatistics.latest`, filled as counts arrive. If vLLM keeps no statistics, it stays empty, and
-    `on_report` is never called.
-
-    Args:
-        engine_client: vLLM's `AsyncLLM`.
-        on_report: called with the name and the report of each filled request.
+    `on_report`, which takes the name and the report of each filled request, is never called.
     """
     statistics = ServerStatistics(on_report=on_report)
     manager = engine_client.logger_manager

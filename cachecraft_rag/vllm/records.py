@@ -92,10 +92,7 @@ def cached_report(
 
 
 def reused_tokens(prompt: Prompt, report: FillReport, *, first: int = 0) -> int:
-    """Return how many tokens of a prompt were reused, from the connector's report; 0 if the request was refused.
-
-    Positions before `first` do not count, see `unchanged_tokens`.
-    """
+    """Return how many tokens from `first` on were reused, see `unchanged_tokens`; 0 if the request was refused."""
     progress = RequestProgress()
     progress.reported(report)
     return unchanged_tokens(prompt, progress.segment_reports(), first=first)
@@ -138,12 +135,7 @@ class RequestRecord:
     ) -> Mapping[str, str] | None:
         """Begin the trace of the request and set `trace`; return the headers for vLLM, which name this trace.
 
-        If the trace cannot begin, that is logged, and the client's own headers are returned.
-
-        Args:
-            model: name of the model.
-            params: vLLM's parameters of the request.
-            headers: headers of the client that name its trace; None if it sent none.
+        If the trace cannot begin, that is logged, and the client's own `headers` are returned.
         """
         traced = TracedRequest(
             self.request.started, model, params.max_tokens or 0, params.temperature, params.top_p
@@ -225,10 +217,7 @@ class RequestRecord:
             output.num_cached_tokens = self.stats().tokens_reused if is_reported else None
 
     def take(self, report: FillReport) -> None:
-        """Take a copy of the connector's report, in place of an earlier one, and pass it on to `progress`.
-
-        To be called once the prompt is filled, and again with the last output.
-        """
+        """Take a copy of the connector's report, once the prompt is filled and again with the last output."""
         self.report = report.copy()
         self.progress.reported(self.report)
 
@@ -298,8 +287,7 @@ class Records:
     def get(self, name: str, *, session: str | None) -> dict[str, object] | None:
         """Return the statistics of a request so far: `RequestRecord.as_dict`, and its name as "id".
 
-        None for a request that is unknown or no longer among the last 1,000, or whose session is another one; a
-        `session` of None finds requests without a session only.
+        None if it is unknown, not among the last 1,000, or of another session; `session=None` finds those without one.
         """
         numbers = self._ended.get(name, session=session)
         if (record := self._under_way.get(name)) is not None:

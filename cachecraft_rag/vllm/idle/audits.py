@@ -59,10 +59,7 @@ def check_server(config: VLLMConfig) -> None:
 
 
 def likeliest_of(logprobs: Mapping[int, TokenLogprob]) -> LikeliestTokens:
-    """Return the likeliest token and the log-probabilities of all given tokens, from those of vLLM at one place.
-
-    Of equally likely tokens the one with the smallest id counts as the likeliest, as in greedy sampling.
-    """
+    """Return the likeliest token, of equals the smallest id as in greedy sampling, and all log-probabilities."""
     log_shares = {token: entry.logprob for token, entry in logprobs.items()}
     likeliest = min(log_shares, key=lambda token: (-log_shares[token], token))
     return LikeliestTokens(likeliest, log_shares)

@@ -156,14 +156,10 @@ class Endpoint:
         self._slow = ThreadPoolExecutor(2, "cachecraft-priming")
 
     async def in_thread(self, act: Callable[[], T], *, slow: bool = False) -> T:
-        """Return the result of a blocking function that a thread of this endpoint runs.
+        """Return the result of a blocking function; `slow` work, of minutes, has two threads, other work four.
 
         Any CacheCraftError becomes an HTTPException (400, with the reason). If the caller is cancelled, an `act` that
         has begun goes on in its thread.
-
-        Args:
-            act: the function.
-            slow: True for work that may take minutes; it has two separate threads. Other work has four.
         """
         threads = self._slow if slow else self._layouts
         try:
@@ -180,10 +176,7 @@ class Endpoint:
 
 
 def bad_request(error: CacheCraftError) -> HTTPException:
-    """Return an HTTPException with status 400 and the error's message, for the caller to raise.
-
-    In the message `max_new_tokens` becomes `max_tokens`, the name in requests.
-    """
+    """Return an HTTPException (400) with the error's message, in which `max_new_tokens` becomes `max_tokens`."""
     return HTTPException(status_code=400, detail=str(error).replace("max_new_tokens", "max_tokens"))
 
 
@@ -423,10 +416,7 @@ async def facts(raw_request: Request) -> dict[str, object]:
 
 
 async def tokenizer(raw_request: Request) -> dict[str, object]:
-    """Return the files of the model's tokenizer, for clients that do not have them: {"files": {name: text}}.
-
-    The names are those of `TOKENIZER_FILES` that the model has, and the chat template is the one in use.
-    """
+    """Return the files of the model's tokenizer, see `facts.tokenizer_files`: {"files": {name: text}}."""
     endpoint = _endpoint(raw_request)
     return {"files": await endpoint.in_thread(endpoint.engine.tokenizer_files)}
 

@@ -150,10 +150,7 @@ class ServerEngine(AnswerEngine):
         return request, ask
 
     def chosen_ratio(self, asked: ReuseConfig) -> tuple[float, str] | None:
-        """Return the recompute ratio that the quality target chooses, and a sentence with the reason for it.
-
-        None without a target, and for settings (before calibration) without reuse, or with a ratio or α.
-        """
+        """Same as `AuditResults.chosen_ratio`."""
         return self._backend.audits.results.chosen_ratio(asked)
 
     def predicted_answer(self, request: Request) -> PredictedAnswer | None:
@@ -182,10 +179,7 @@ class ServerEngine(AnswerEngine):
         return self._backend.layer_by_layer
 
     def check_reuse(self) -> None:
-        """Run the self-check of the model's chunk-caches, then measure and set `min_prompt_tokens`, in tokens.
-
-        See `VLLMBackend.check_reuse` and `measured_min_prompt_tokens`. The captures of both are removed.
-        """
+        """Run `VLLMBackend.check_reuse`, then set `min_prompt_tokens` as measured; the captures of both are removed."""
         self._backend.check_reuse()
         self.min_prompt_tokens = self._backend.measured_min_prompt_tokens()
 

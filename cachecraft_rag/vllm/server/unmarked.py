@@ -153,13 +153,8 @@ class ServedPrompts:
         """Note a prompt that was served; the oldest blocks that do not fit the prefix cache are forgotten.
 
         A block has 16 tokens; tokens after the last whole block are not noted. If the prompt was served from
-        chunk-caches, only blocks that end after all of its chunks are noted: only these distinguish it from other
-        prompts.
-
-        Args:
-            ids: token ids of the prompt.
-            origin: origin of the request.
-            ask: request for chunk-caches that served it; None if vLLM computed it.
+        chunk-caches, by `ask`, only blocks that end after all of its chunks are noted: only these distinguish it from
+        other prompts.
         """
         least = 0 if ask is None else ask.prompt.bounds[-2]
         with self._lock:

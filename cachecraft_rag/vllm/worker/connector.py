@@ -176,13 +176,7 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
     def update_state_after_alloc(
         self, request: EngineRequest, blocks: RequestBlocks, num_external_tokens: int
     ) -> None:
-        """Note the blocks of a request that is to be filled.
-
-        Args:
-            request: the request.
-            blocks: its blocks.
-            num_external_tokens: number of tokens to be filled; 0 if vLLM computes the prompt, which notes nothing.
-        """
+        """Note the blocks of a request that is to be filled; 0 external tokens, computed by vLLM, note nothing."""
         # Not caught: the request already waits for its blocks, and would wait forever.
         self._scheduling.allocated(request, tuple(blocks.get_block_ids()[0]), num_external_tokens)
 
@@ -257,10 +251,7 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
         """Do nothing: captures are stored in the background."""
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Return None, and the ids of requests whose blocks are filled or left to vLLM, or that were given up.
-
-        Each id is returned once; None without ids. `finished_req_ids` is not used.
-        """
+        """Return None, and the ids of requests that are filled, left to vLLM or given up, each once; None if empty."""
         return None, self._workers.finished() or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:

@@ -128,10 +128,7 @@ class FillBudget:
         """Return True if this filling can begin beside the others.
 
         True too without a limit, and while nothing is filled or captured: `refusal` tells whether it fits alone.
-
-        Args:
-            size: size of the filling.
-            capturing: ids of segments whose captures are under way; those that no filling has announced take no room.
+        `capturing` are the segments whose captures are under way; those that no filling has announced take no room.
         """
         room = self._memory.room()
         if room is None or not (self._filling or capturing):

@@ -60,13 +60,9 @@ class RotaryTable:
     form: RotationForm
 
     def tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return cos and sin in this dtype at these positions, each `[tokens, rotary_dim]`.
+        """Return cos and sin at `positions`, int64 `[tokens]`, each `[tokens, rotary_dim]`.
 
-        Without a module both are empty: `[tokens, 0]`.
-
-        Args:
-            positions: int64 `[tokens]` on the module's device, below the length of its table.
-            dtype: dtype of the tables.
+        Without a module, `rotary_dim` is 0.
         """
         if self.module is None:
             empty = torch.empty(len(positions), 0, dtype=dtype, device=positions.device)

@@ -91,10 +91,7 @@ class TensorParallel:
             self._meetings = None
 
     def own_heads(self, kv: Tensor) -> Tensor:
-        """Return this rank's share of `kv` `[…, tokens, all kv_heads, head_dim]`: `[…, tokens, kv_heads, head_dim]`.
-
-        It is a view: neighbouring heads, in the order of the ranks. No other rank is asked.
-        """
+        """Return this rank's heads of `kv` `[…, tokens, all kv_heads, head_dim]` as a view, in the ranks' order."""
         own = kv.shape[-2] // self.size
         return kv[..., self.rank * own : (self.rank + 1) * own, :]
 
