@@ -27,7 +27,7 @@ from langchain_core.embeddings import DeterministicFakeEmbedding
 from cachecraft_rag import ReuseConfig
 from cachecraft_rag.langchain import CacheCraftGenerator
 # cake rightly computes what a tiny model computes faster than the disk delivers
-reuse = ReuseConfig(loading="layerwise")
+reuse = ReuseConfig().with_method(loading="layerwise")
 model, store, database = sys.argv[1:]
 found = Chroma(embedding_function=DeterministicFakeEmbedding(size=8), persist_directory=database)
 with CacheCraftGenerator.from_pretrained(

@@ -237,8 +237,7 @@ def test_early_termination_drops_the_same_rows(
     ask = ask_of(
         engine,
         [0, 2, 1],
-        early_termination="published",
-        early_termination_window=window,
+        method={"early_termination": "published", "early_termination_window": window},
         recompute_ratio=0.5,
     )
     fill = fill_of(scheduling, ask)
@@ -322,8 +321,8 @@ def test_requests_of_one_step_run_as_one_forward(
     engine: Engine, scheduling: Scheduling, workers: Workers, stack: BlockStack
 ) -> None:
     asks = [
-        ask_of(engine, [0, 2, 1], selector="cache_craft"),
-        ask_of(engine, [1, 0, 2], selector="cache_craft"),
+        ask_of(engine, [0, 2, 1], method={"selector": "cache_craft"}),
+        ask_of(engine, [1, 0, 2], method={"selector": "cache_craft"}),
     ]
     fills = [fill_of(scheduling, ask, f"r{i}", first_block=20 * i) for i, ask in enumerate(asks)]
     stack.forwards.clear()

@@ -179,7 +179,7 @@ SECOND_PROCESS = """if True:
         remote = RemoteConfig(url, lookup_timeout_s=5.0, connect_timeout_s=5.0, read_timeout_s=5.0)
         with (
             ChunkCacheStore.open(f"{folder}/{place}", remote=remote) as store,
-            Engine(decoder, store, config=ReuseConfig(alpha=0.3, loading="layerwise")) as engine,
+            Engine(decoder, store, config=ReuseConfig().with_method(alpha=0.3, loading="layerwise")) as engine,
         ):
             answer = engine.stream(question, chunks, sampling=short)
             for _ in answer: pass
