@@ -132,10 +132,10 @@ def serve(
     # see `app.main` for exit codes.
     has_vllm = find_spec("vllm") is not None
     is_local = server.backend == "local" or (server.backend == "auto" and not has_vllm)
-    err.print(_chosen(is_local=is_local, has_vllm=has_vllm), soft_wrap=True)
     # settings, the self-check and "Ready"; requests have a line each only with --verbose or --log-json
     for name in ("cachecraft_rag.vllm", "cachecraft_rag.server"):
         logging.getLogger(name).setLevel(logging.INFO)
+    _say(_chosen(is_local=is_local, has_vllm=has_vllm))
     if is_local:
         _serve_here(model, list(arguments or ()), server, settings)
     else:

@@ -127,7 +127,9 @@ def started(
 
     def start(*flags: str, **environment: str) -> ConnectorSettings | str:
         found.clear()
-        done = CliRunner().invoke(app, ["serve", "demo", *flags], env=environment)
+        done = CliRunner().invoke(
+            app, ["serve", "demo", "--backend", "vllm", *flags], env=environment
+        )
         return found[0] if found else " ".join(f"{done.output} {done.exception}".split())
 
     return start
@@ -239,7 +241,7 @@ def test_the_log_begins_with_the_settings(
     started: Callable[..., ConnectorSettings | str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("VLLM_LOGGING_CONFIG_PATH", raising=False)
-    command = ["serve", "demo", "--session-header", "X-Mine"]
+    command = ["serve", "demo", "--backend", "vllm", "--session-header", "X-Mine"]
     written = CliRunner().invoke(app, command).stderr
     (line,) = [line for line in "".join(written.split()).split("INFO") if "Settings:" in line]
     assert "namespacedefault,codecraw,recomputeratio0.2,plainpromptsoff" in line
@@ -253,8 +255,13 @@ def test_json_logs_cover_vllm_and_requests(
     """vLLM reads this configuration in each of its processes, and uvicorn in that of the server."""
     monkeypatch.setenv("VLLM_LOGGING_CONFIG_PATH", "")
     monkeypatch.delenv("VLLM_LOGGING_CONFIG_PATH")
-    lines = CliRunner().invoke(app, ["--log-json", "serve", "demo"]).stderr.splitlines()
-    assert [json.loads(line)["message"][:9] for line in lines] == ["Settings:"]
+    lines = (
+        CliRunner()
+        .invoke(app, ["--log-json", "serve", "demo", "--backend", "vllm"])
+        .stderr.splitlines()
+    )
+    begins = [json.loads(line)["message"].split()[0] for line in lines]
+    assert begins == ["Serving", "Settings:"]
     path = os.environ["VLLM_LOGGING_CONFIG_PATH"]
     code = (
         "import json, logging.config, sys\n"
