@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-import numpy as np
-from numpy.typing import NDArray
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 
 def digest(*parts: str) -> str:
@@ -29,5 +31,7 @@ def passage_id(tokens_digest: str) -> str:
 
 def digest_of_tokens(token_ids: Sequence[int] | NDArray[np.integer]) -> str:
     """Return the 128-bit blake2b of token ids in their order, as 32 hex digits; an empty sequence has a digest too."""
+    import numpy as np  # not needed by `Chunk`, and slow to import
+
     packed = np.asarray(token_ids, dtype="<i8").tobytes()
     return hashlib.blake2b(packed, digest_size=16).hexdigest()
