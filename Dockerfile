@@ -6,7 +6,7 @@
 
 # The Python and the versions in constraints.txt that the tests run with.
 ARG PYTHON_IMAGE=python:3.11-slim-bookworm
-# A version that docs/guides/vllm.md lists.
+# A version that docs/reference/vllm.md lists.
 ARG VLLM_IMAGE=vllm/vllm-openai:v0.32.0
 
 FROM ${PYTHON_IMAGE} AS wheel

@@ -3,7 +3,7 @@
 Launches, copies and their bytes are counted: the package's own passes run on a simulated device
 (`benchmarks.late_device`) that has the layers of the model and few dimensions. Speeds are constants, see `Machine`. The
 model is no measurement on a GPU; it says which part of a request takes longest. On an H200 prefills took 1.3 to 2.1
-times as long as it says (docs/guides/gpu.md): it leaves out what the model's own layers launch.
+times as long as it says (docs/results/gpu.md): it leaves out what the model's own layers launch.
 """
 
 from __future__ import annotations

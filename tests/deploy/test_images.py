@@ -123,7 +123,7 @@ def test_versions_and_extras_are_the_package_s() -> None:
     vllm = Version(arguments()["VLLM_IMAGE"].rpartition(":v")[2])
     (requirement,) = (Requirement(line) for line in extras["vllm"])
     assert vllm in requirement.specifier
-    assert f"| {vllm} |" in (ROOT / "docs/guides/vllm.md").read_text(encoding="utf-8")
+    assert f"| {vllm} |" in (ROOT / "docs/reference/vllm.md").read_text(encoding="utf-8")
     for target in PORTS:
         (named,) = re.findall(r"\.whl\)\[(.*?)\]", " ".join(instructions(target, "RUN")))
         assert set(named.split(",")) <= extras.keys()
