@@ -1,7 +1,7 @@
 """The two papers, figure by figure: `papers.toml` beside this module says what is run and what came of it.
 
-docs/results/papers.md holds the same in sentences. Commands are those of this package and of `cachecraft`; nothing is
-measured here.
+docs/results/papers.md holds the same in sentences; `python -m benchmarks papers --markdown` prints its sections.
+Commands are those of this package and of `cachecraft`; nothing is measured here.
 """
 
 from __future__ import annotations

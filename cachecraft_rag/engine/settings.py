@@ -2,7 +2,7 @@
 
 A setting is a field of a dataclass that checks it: `Application`, `EngineConfig`, `StoreConfig`, `SamplingParams`, or,
 in the tables `[reuse]`, `[method]` and `[remote]`, `ReuseConfig`, `ReuseMethod` and `RemoteConfig`. The field gives
-key, flag, default and help.
+key, flag, default and help, so a new setting is a field with its check and its line in the class's docstring.
 The variable of `disk_bytes` is `CACHECRAFT_DISK_BYTES`, that of `url` in `[remote]` `CACHECRAFT_REMOTE_URL`.
 
 Rejected: pydantic-settings. It would check every value a second time, it records neither the origin of a value nor

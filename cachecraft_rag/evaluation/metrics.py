@@ -1,4 +1,9 @@
-"""Metrics: answers against gold answers, and next-token distributions against full prefill's."""
+"""Metrics: answers against gold answers, and next-token distributions against full prefill's.
+
+To add a metric, write a function here; a field of `records.Record`, with a new `records.VERSION`, and its value in
+`measuring.measure`; and a line in `report.MEASURES`, or `eval` does not show it. To calibrate on it, extend
+`calibrate.METRICS` and the help of `--metric`. docs/results/quality.md and the glossary define all metrics.
+"""
 
 from __future__ import annotations
 

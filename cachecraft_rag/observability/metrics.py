@@ -4,7 +4,10 @@
         ...
     registry.register(EngineCollector(rag.engine))  # or in the registry of your application
 
-Names and labels are listed in docs/guides/production.md.
+Names and labels are listed in docs/guides/production.md. A new metric's name begins with `cachecraft_` and uses the
+words of the statistics, with `seconds` and `bytes` as units and `share` for 0 to 1. Metrics of requests are counted in
+`RequestCounts`, which vLLM's servers use too; metrics of the store are made by `_of_store` here and by `counts_of` in
+`vllm.metrics`; a part of an engine counts in `request_counts.registry`.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ otherwise. Spans are made once a request has ended, from the times in its statis
 itself begins with it, so that vLLM's spans become its children. Names follow the semantic
 conventions for generative AI (open-telemetry/semantic-conventions-genai, 0.1) as far as they go; the others begin with
 `cachecraft.`. Spans hold ids, codes and numbers, but no text of a question, passage or answer, and no session.
+docs/guides/production.md lists the attributes.
 """
 
 from __future__ import annotations

@@ -16,6 +16,9 @@ class Reason(StrEnum):
     too_long by `PromptBuilder.build`, prefix_cached and left_to_server by `vllm.worker.scheduling`,
     `vllm.worker.refusals` and `vllm.server.unmarked`, failed and not_reported by `serving.request.stats_of`.
 
+    A new reason is a member, and in `_DETAIL_ALONE` if its detail replaces the sentence. `docs/reference/statistics.md`
+    has a row for each, which `tests/test_docs.py` checks.
+
     Settings named here are those of `ReuseConfig`. `Reason(code)` returns the reason with this code, and raises
     ValueError for an unknown one.
 

@@ -1,8 +1,9 @@
 """Selectors choose the tokens of reused chunks that are recomputed.
 
 A selector is a pure function from facts about a chunk-cache to a score for each of its tokens. The tokens with the
-highest scores are recomputed, as many as the budget allows. To add a selector, write a function and register it in
-`SELECTORS`.
+highest scores are recomputed, as many as the budget allows. To add a selector, write a function from `TokenFacts` to
+scores and register it in `SELECTORS` as a `Selector`; `tests/planning/test_selectors.py` draws from all names.
+`ReuseMethod.selector` of `planning.config` then accepts the name, and so do flag, environment and file.
 """
 
 from __future__ import annotations

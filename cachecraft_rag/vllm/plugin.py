@@ -1,4 +1,7 @@
-"""Plugin that vLLM loads in each of its processes: it registers names and imports nothing heavy."""
+"""Plugin that vLLM loads in each of its processes: it registers names and imports nothing heavy.
+
+To serve another model family, see "Adding a model family" in docs/models.md; usually it is a line in `ARCHITECTURES`.
+"""
 
 from __future__ import annotations
 

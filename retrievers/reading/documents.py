@@ -4,6 +4,9 @@ The text is plain for .txt, PDF, tables and JSON, and Markdown for all that may 
 `metadata["format"]`. Line ends become line feeds, so that the same text saved on two systems gives the same chunks.
 Encodings, in order: a byte order mark, the character set an HTML page declares, UTF-8 (with U+FFFD for a bad byte or
 two), and last Windows-1252.
+
+To add a format, write a converter and register its suffix: in `_TEXTS` if it is text, else in `office.CONVERTERS`. The
+table is in docs/guides/documents.md, the tests are in `tests/retrievers/test_documents.py`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Quantised copies of a checkpoint, in the forms that published models have."""
+"""Quantised copies of a checkpoint, in the forms that published models have.
+
+A new kind is an entry in `KINDS` and in "Over vLLM" of docs/models.md; usually it needs no code.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """The tools that an agent calls, over a `CacheCraft`. Imports the official SDK, of the extra `mcp`.
 
-Docstrings of the tools and of their results, and the descriptions of fields, are sent to the agent's model.
+A new tool is a method of `DocumentTools` and a line in `server.server_of`; docs/guides/agents.md lists them. Docstrings
+of the tools and of their results, and the descriptions of fields, are sent to the agent's model.
 """
 
 from __future__ import annotations

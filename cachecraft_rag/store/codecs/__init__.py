@@ -12,7 +12,10 @@
 
 Errors are upper bounds; ratios are for heads of 64 values and chunks of at least about 100 tokens.
 
-A new codec is a module in this folder and a line in `CODECS`; CONTRIBUTING.md lists what else names it.
+A new codec is a module in this folder and a line in `CODECS`. Its name is also in `codec` of `StoreConfig` (the help
+and the settings page), the table above, the list in `store.layout`, `LOSSLESS_CODECS` of `types.variants` if it is
+lossless, and pages that `grep -rnw entropy --include=*.md docs` finds. `tests/store/test_codecs.py` runs all of
+`CODECS`; give it the codec's bound and ratio. `_LOSSY_SHARE` in `planning.planner` says how much error it may add.
 """
 
 from __future__ import annotations
