@@ -50,7 +50,6 @@ from cachecraft_rag import (
     SamplingParams,
 )
 from cachecraft_rag.cli.first_sentence import first_sentence
-from cachecraft_rag.planning.config import ReuseMethod
 
 STYLE = Path(__file__).parent / "streamlit_style.css"
 WELCOME = (
@@ -313,10 +312,8 @@ def answer(shared: Shared, turns: list[Turn], question: str) -> bool:
         "session": state.session,
     }
     ratio = None if state.ratio == AUTOMATIC else state.ratio / 100
-    reuse = ReuseConfig(
-        reuse=state.reuse,
-        recompute_ratio=ratio,
-        method=ReuseMethod(early_termination="probe" if state.focus else "off"),
+    reuse = ReuseConfig(reuse=state.reuse, recompute_ratio=ratio).with_method(
+        early_termination="probe" if state.focus else "off"
     )
     turn = Turn(question, arguments, compare=state.compare and state.reuse)
     turns.append(turn)

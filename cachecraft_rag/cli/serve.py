@@ -135,7 +135,8 @@ def serve(
     # settings, the self-check and "Ready"; requests have a line each only with --verbose or --log-json
     for name in ("cachecraft_rag.vllm", "cachecraft_rag.server"):
         logging.getLogger(name).setLevel(logging.INFO)
-    _say(_chosen(is_local=is_local, has_vllm=has_vllm))
+    if server.backend == "auto":
+        _say(_chosen(is_local=is_local, has_vllm=has_vllm))
     if is_local:
         _serve_here(model, list(arguments or ()), server, settings)
     else:

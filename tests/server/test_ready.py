@@ -113,7 +113,7 @@ def test_serve_without_vllm_says_at_once_how_to_install_it(tmp_path: Path) -> No
         "finally:\n"
         "    print(sorted({'torch', 'transformers'} & sys.modules.keys()))\n"
     )
-    command = [sys.executable, "-c", code, "serve", "no/such-model"]
+    command = [sys.executable, "-c", code, "serve", "no/such-model", "--backend", "vllm"]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=300, check=False, cwd=tmp_path
     )

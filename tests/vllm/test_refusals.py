@@ -391,7 +391,9 @@ def test_the_command_refuses_without_starting_vllm(
 ) -> None:
     """The folder holds no weights: nothing beyond the config is read."""
     hf_config(family).save_pretrained(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["cachecraft", "serve", str(tmp_path), "--", *arguments])
+    monkeypatch.setattr(
+        sys, "argv", ["cachecraft", "serve", "--backend", "vllm", str(tmp_path), "--", *arguments]
+    )
     monkeypatch.setattr("cachecraft_rag.vllm.versions.find_spec", lambda _name: object())
     monkeypatch.setitem(sys.modules, "vllm", None)  # type: ignore[misc]  # its import would fail
     with pytest.raises(SystemExit) as ended:
@@ -411,6 +413,8 @@ def test_a_refusal_ends_the_real_command_with_code_2(tmp_path: Path) -> None:
         "-c",
         f"{installed}; from cachecraft_rag.cli import main; main()",
         "serve",
+        "--backend",
+        "vllm",
         str(tmp_path),
     ]
     done = subprocess.run(
