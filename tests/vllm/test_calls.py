@@ -104,7 +104,7 @@ def test_load_preemption_and_cancelling_change_no_answer(
 
     scheduler._preempt_request = counted
     asks = {
-        name: Ask(prompt, replace(QUIET, **CASES[name][2]), captures=())
+        name: Ask(prompt, QUIET.changed_by(CASES[name][2]), captures=())
         for name, prompt in prompts.items()
     }
     lone: dict[tuple[str, bool], list[int]] = {}

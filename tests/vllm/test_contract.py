@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import inspect
 import json
 import pickle
+from collections.abc import AsyncIterator
 from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
@@ -448,11 +450,19 @@ def test_the_api_server_has_what_the_endpoint_uses() -> None:
     assert "reuse_ids, cache_salt=request.cache_salt" in ids
 
 
+async def changing(*_: object, **__: object) -> dict[str, bool]:
+    return {"changed": True}
+
+
+async def empty_body() -> AsyncIterator[bytes]:
+    yield b"{}"
+
+
 def test_priming_and_evicting_ask_for_an_admin_key() -> None:
     from fastapi import HTTPException
 
     from cachecraft_rag.server.settings import EndpointSettings
-    from cachecraft_rag.vllm.server.endpoint import _administered
+    from cachecraft_rag.vllm.server.endpoint import evict
 
     for keys, given, allowed in (
         ((), "", True),
@@ -461,14 +471,16 @@ def test_priming_and_evicting_ask_for_an_admin_key() -> None:
         (("the first key",), "the first", False),
     ):
         endpoint = SimpleNamespace(
-            engine=SimpleNamespace(settings=EndpointSettings(admin_keys=keys))
+            engine=SimpleNamespace(settings=EndpointSettings(admin_keys=keys)), in_thread=changing
         )
         headers = {"X-CacheCraft-Admin-Key": given} if given else {}
         state = SimpleNamespace(cachecraft=endpoint)
-        request: Any = SimpleNamespace(headers=headers, app=SimpleNamespace(state=state))
+        request: Any = SimpleNamespace(
+            headers=headers, app=SimpleNamespace(state=state), stream=empty_body
+        )
         if allowed:
-            assert _administered(request) is endpoint
+            assert asyncio.run(evict(request)) == {"changed": True}
         else:
             with pytest.raises(HTTPException, match="admin key") as refused:
-                _administered(request)
+                asyncio.run(evict(request))
             assert refused.value.status_code == 403
