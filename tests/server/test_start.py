@@ -97,6 +97,22 @@ def ask(served: ServerProcess, **body: Any) -> httpx.Response:
     return httpx.post(url, json={**asked, "max_tokens": 4, **body}, timeout=120)
 
 
+@contextmanager
+def streaming(served: ServerProcess, *, max_tokens: int) -> Iterator[Iterator[str]]:
+    """The further lines of a streamed answer that has begun."""
+    body = {
+        "messages": [{"role": "user", "content": "How?"}],
+        "documents": [{"text": DOCUMENT}],
+        "max_tokens": max_tokens,
+        "stream": True,
+    }
+    url = f"{served.url}/v1/chat/completions"
+    with httpx.stream("POST", url, json=body, timeout=120) as reply:
+        lines = reply.iter_lines()
+        assert "assistant" in next(lines)
+        yield lines
+
+
 def stored(store: Path) -> int:
     """Variants of the document in a store."""
     with ChunkCacheStore.open(store / CACHE_FOLDER) as opened:
@@ -107,18 +123,8 @@ def stored(store: Path) -> int:
 def test_a_signal_during_a_stream_ends_the_server_cleanly_and_keeps_captures(
     folder: Path, tmp_path: Path, number: int
 ) -> None:
-    with serving(folder, tmp_path / "store") as served:
-        body = {
-            "messages": [{"role": "user", "content": "How?"}],
-            "documents": [{"text": DOCUMENT}],
-            "max_tokens": 7000,
-            "stream": True,
-        }
-        url = f"{served.url}/v1/chat/completions"
-        with httpx.stream("POST", url, json=body, timeout=120) as reply:
-            lines = reply.iter_lines()
-            assert "assistant" in next(lines)
-            assert served.ended_by(number) == 0
+    with serving(folder, tmp_path / "store") as served, streaming(served, max_tokens=7000):
+        assert served.ended_by(number) == 0
     assert stored(tmp_path / "store") == 1
 
 
@@ -126,16 +132,7 @@ def test_an_answer_under_way_arrives_whole_although_the_server_was_asked_to_end(
     folder: Path, tmp_path: Path
 ) -> None:
     with serving(folder, tmp_path / "store") as served:
-        body = {
-            "messages": [{"role": "user", "content": "How?"}],
-            "documents": [{"text": DOCUMENT}],
-            "max_tokens": 64,
-            "stream": True,
-        }
-        url = f"{served.url}/v1/chat/completions"
-        with httpx.stream("POST", url, json=body, timeout=120) as reply:
-            lines = reply.iter_lines()
-            assert "assistant" in next(lines)
+        with streaming(served, max_tokens=64) as lines:
             served.process.send_signal(signal.SIGTERM)
             assert "data: [DONE]" in list(lines)
         served.process.communicate(timeout=120)
