@@ -62,7 +62,8 @@ class ServerOptions:
     client_settings       settings of reuse that requests may bring: none; safe: those that do not shape the
                           chunk-caches of other clients; all
     reuse_plain_prompts   over vLLM, reuse passages that repeat in requests without documents too, see
-                          docs/guides/any_application.md; the engine in this process always does
+                          docs/guides/any_application.md; the engine in this process does unless
+                          reuse.plain_prompts is off
     search_system         search the system message of such requests, too, for applications that put the context there
     admin_key_file        file of keys, one on each line; prime and evict ask for one
     """
@@ -199,11 +200,12 @@ def _serve_here(
     from cachecraft_rag.server.local.start import serve as run
 
     config = settings.engine_config()
+    plain_prompts = "reuse" if server.reuse_plain_prompts else config.reuse.plain_prompts
     run(
         model,
         store=Path(settings["store"]),
         config=config,
-        endpoint=_endpoint_settings(server, config.reuse.plain_prompts),
+        endpoint=_endpoint_settings(server, plain_prompts),
         defaults=settings.sampling(),
         host=server.host,
         port=server.port,

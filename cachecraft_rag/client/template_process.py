@@ -85,7 +85,7 @@ def main() -> None:
         reply = {"text": text}
     except MemoryError:  # this process ends with an error, and the caller says what to do
         raise
-    except Exception as error:  # noqa: BLE001  # whatever the template causes
+    except Exception as error:  # noqa: BLE001  # expressions of a template may raise anything; the caller raises it
         reply = {"error": f"{type(error).__name__}: {error}"[:500]}
     json.dump(reply, sys.stdout)
 

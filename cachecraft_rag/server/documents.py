@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import operator
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, Self
 
@@ -16,6 +16,7 @@ from cachecraft_rag.prompt.tools import Tool, checked_tools
 from cachecraft_rag.server.settings import OFF, ClientSettings
 from cachecraft_rag.server.wire import (
     FIELD,
+    MOST_BODY,
     MOST_DOCUMENTS,
     MOST_PRIMED,
     PRIVATE_SYSTEM,
@@ -33,6 +34,8 @@ _EXAMPLE = 'write "documents": [{"text": "…"}, …], best first'
 # fields that may hold a document's text: ours, and those of LangChain, of Haystack and of most agents
 _TEXT_FIELDS = ("text", "page_content", "content")
 _TEXT_PARTS = ("text", "input_text", "output_text")  # of chat completions and of responses
+# fields of a message that would be lost, and what to send instead
+_LOST = {"function_call": "write tool_calls", "audio": "send its text as content"}
 _ROLES: Mapping[str, Literal["user", "assistant", "system", "tool"]] = {
     "user": "user",
     "assistant": "assistant",
@@ -65,7 +68,7 @@ UNSUPPORTED: Unsupported = {
 
 
 class PlainRequest(Protocol):
-    """The field of vLLM's requests that holds unknown fields of the body."""
+    """The field of a request that holds fields of the body which OpenAI does not have, as in vLLM's requests."""
 
     model_extra: Mapping[str, object] | None
 
@@ -78,7 +81,7 @@ class ToolParameter(Protocol):
 
 
 class ChatRequest(PlainRequest, Protocol):
-    """The fields of vLLM's `ChatCompletionRequest` that are read here."""
+    """The fields of a chat request that both servers read; vLLM's `ChatCompletionRequest` has them."""
 
     documents: list[dict[str, object]] | None
     messages: Sequence[object]
@@ -123,13 +126,13 @@ class Asked:
         context_length: int,
         allowed: ClientSettings = "all",
     ) -> Self:
-        """Return the request with documents in vLLM's `ChatCompletionRequest`, which stays as it is.
+        """Return the request with documents in a chat request, which stays as it is.
 
         System messages are joined into the instruction, and neighbouring messages of one role into a turn. `reserve` is
         the request's `max_completion_tokens`, or else `max_tokens`, or else 128.
 
         Args:
-            request: vLLM's request.
+            request: the chat request.
             default: the server's reuse settings.
             context_length: most tokens of prompt and answer together.
             allowed: reuse settings that the request may change, see `EndpointSettings`.
@@ -195,13 +198,26 @@ def plain_config(
     return config if config.reuse else None
 
 
-def read_body(body: bytes, names: Collection[str]) -> dict[str, Any]:
-    """Return the fields of a JSON object; any of `names` may be missing. Raises ConfigError for other names."""
+async def whole_body(pieces: AsyncIterable[bytes]) -> bytes:
+    """Return a body that arrives in pieces. Raises ConfigError once it is too large, without reading the rest."""
+    body = bytearray()
+    async for piece in pieces:
+        body += piece
+        if len(body) > MOST_BODY:
+            raise ConfigError(
+                f"the body has more than {MOST_BODY} bytes; send fewer documents at once"
+            )
+    return bytes(body)
+
+
+def read_body(body: bytes, names: Collection[str] | None = None) -> dict[str, Any]:
+    """Return the fields of a JSON object. Raises ConfigError for names not in `names`, if given; all may be missing."""
     try:
         parsed = json.loads(body)
         check_mapping("the body", parsed)
-        check_names(parsed, names, what="field")
-    except (ValueError, RecursionError, ConfigError) as error:
+        if names is not None:
+            check_names(parsed, names, what="field")
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"the body must be a JSON object: {error}") from error
     return dict(parsed)
 
@@ -337,6 +353,9 @@ def _conversation(messages: Sequence[object]) -> tuple[str | None, list[Turn]]:
                 f"messages[{place}]: roles are system, user, assistant and tool; write the "
                 "text of others into a message of the user's"
             )
+        for name, advice in _LOST.items():
+            if given.get(name):
+                raise ConfigError(f"messages[{place}]: {name}: {advice}")
         text = _text(given.get("content"), place)
         if role == "system":
             instructions.append(text)

@@ -32,7 +32,7 @@ class EndpointSettings:
     session_header   header with the session of a request, set by a trusted proxy; None: no sessions
     client_settings  reuse settings that a request may change: "none"; "safe", those that affect only its own answer;
                      "all"
-    plain_prompts    reuse of text in requests without documents, see `server.unmarked.PlainPrompts`
+    plain_prompts    reuse of text in requests without documents, see docs/guides/any_application.md
     search_system    True if system messages of such requests are searched too: applications may put the context there
     admin_keys       keys that allow priming and eviction, in addition to vLLM's own key; (): no such key is required
     """

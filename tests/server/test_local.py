@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import base64
 import json
+import logging
 import re
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 import httpx
@@ -17,6 +18,8 @@ import pytest
 
 from cachecraft_rag.client.http import HTTPEngine
 from cachecraft_rag.errors import ServerError
+from cachecraft_rag.server.local.answers import Answer
+from cachecraft_rag.server.local.embeddings import Embeddings
 from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.types.documents import Chunk
 from tests.engines import Turn, until, waiting
@@ -35,6 +38,8 @@ SEARCH = {
     "type": "function",
     "function": {"name": "search", "description": "Search the handbook.", "parameters": YES},
 }
+
+OLD_CALL = {"role": "assistant", "function_call": {"name": "search", "arguments": "{}"}}
 
 
 def cached(usage: Any) -> int:
@@ -190,19 +195,19 @@ def test_the_context_in_a_system_message_is_found_where_the_server_searches_it(
 ) -> None:
     page = " ".join(f"Part {n} of the kettle is cleaned every {n} weeks." for n in range(20))
 
-    def shares(served: Served) -> list[float]:
+    def cached_shares(served: Served) -> list[float]:
         served.chat(documents=[{"text": page}])
         served.engine.settle()
-        found = []
+        shares = []
         for rules in ("Answer from this:", "Be brief. Answer from this:"):
             turns = [{"role": "system", "content": f"{rules}\n\n{page}\n\n"}, *QUESTION]
             usage = served.chat(messages=turns).json()["usage"]
             cached = usage["prompt_tokens_details"]["cached_tokens"]
-            found.append(cached / usage["prompt_tokens"])
-        return found
+            shares.append(cached / usage["prompt_tokens"])
+        return shares
 
-    assert min(shares(serve(settings={"search_system": True}))) > 0.5
-    assert max(shares(serve())) == 0
+    assert min(cached_shares(serve(settings={"search_system": True}))) > 0.5
+    assert max(cached_shares(serve())) == 0
 
 
 def test_a_session_has_its_own_passages(serve: Serve) -> None:
@@ -254,15 +259,52 @@ def test_a_client_that_goes_away_ends_its_answer(server: Served) -> None:
     assert server.chat(documents=DOCUMENTS).status_code == 200
 
 
+def sent(served: Served, body: bytes, *, length: int | None = None) -> socket.socket:
+    """A connection over which a chat request was sent; `length` is that of its whole body."""
+    address = httpx.URL(served.url)
+    lines = (
+        "POST /v1/chat/completions HTTP/1.1",
+        "Host: x",
+        "Content-Type: application/json",
+        f"Content-Length: {len(body) if length is None else length}",
+    )
+    connection = socket.create_connection((address.host, address.port or 80))
+    connection.sendall("\r\n".join((*lines, "", "")).encode() + body)
+    return connection
+
+
+def test_a_client_that_goes_away_ends_an_answer_that_is_not_streamed(
+    server: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = threading.Event()
+    pieces = Answer.pieces
+
+    def noted(answer: Answer) -> AsyncIterator[str]:
+        begun.set()
+        return pieces(answer)
+
+    monkeypatch.setattr(Answer, "pieces", noted)
+    body = json.dumps({"messages": QUESTION, "max_tokens": 1500, "documents": DOCUMENTS}).encode()
+    with sent(server, body):
+        assert begun.wait(60)
+    until(lambda: server.ended("closed") == 1)
+
+
+def test_a_client_that_goes_away_while_it_sends_its_body_is_no_failure_of_the_server(
+    server: Served, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, "cachecraft_rag.server")
+    sent(server, b'{"messages": ', length=1000).close()
+    until(lambda: "closed the connection" in caplog.text)
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
 def test_a_client_that_goes_away_while_it_waits_for_its_turn_leaves_the_queue(
     server: Served,
 ) -> None:
     body = json.dumps({"messages": QUESTION, "documents": DOCUMENTS}).encode()
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
-    address = httpx.URL(server.url)
     with Turn(server.engine, CHUNKS) as first:
-        with socket.create_connection((address.host, address.port or 80)) as connection:
-            connection.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + body)
+        with sent(server, body):
             waiting(server.engine, 1)
         waiting(server.engine, 0)
     first.ended()
@@ -329,6 +371,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"stream": "yes"}, "stream"),
     ({"stream_options": {"usage": True}}, "usage: no such option"),
     ({"stop_token_ids": [5]}, "use stop for texts"),
+    ({"stop_token_ids": [[5]]}, "use stop for texts"),
+    ({"messages": [*QUESTION, OLD_CALL, *QUESTION]}, "function_call: write tool_calls"),
     ({"cachecraft": {"ratio": 1}}, "ratio: no such"),
     ({"max_tokens": 5000}, "the model's context is"),
     ({"stop": ""}, "stop"),
@@ -364,6 +408,31 @@ def test_bodies_that_are_no_requests_are_refused_in_the_same_form(server: Served
     assert "tiny" in reply.json()["error"]["message"]
 
 
+def test_half_a_surrogate_pair_never_breaks_a_reply(server: Served) -> None:
+    def ask(**body: Any) -> httpx.Response:
+        content = json.dumps({"input": "Hi", "max_output_tokens": 4, **body}).encode()
+        headers = {"Content-Type": "application/json"}
+        url = f"{server.url}/v1/responses"
+        return httpx.post(url, content=content, headers=headers, timeout=120)
+
+    reply = ask(**{"\ud83e": 1})
+    assert reply.status_code == 400
+    assert "no such field" in reply.json()["error"]["message"]
+    metadata = {"mood": "\ud83e"}
+    assert ask(metadata=metadata).json()["metadata"] == metadata
+    assert "response.incomplete" in ask(metadata=metadata, stream=True).text
+
+
+def test_a_failure_of_the_store_is_logged_with_its_reason(
+    server: Served, caplog: pytest.LogCaptureFixture
+) -> None:
+    server.engine.store.close()
+    reply = server.post("/v1/cachecraft/evict", {"chunk_ids": ["a"]})
+    assert (reply.status_code, reply.json()["error"]["code"]) == (500, "store_error")
+    (record,) = [line for line in caplog.records if line.name == "cachecraft_rag.server"]
+    assert record.exc_info is not None
+
+
 def test_a_page_of_another_site_cannot_ask_by_a_name_that_leads_here(serve: Serve) -> None:
     served = serve(server={"only_local_names": True})
     assert served.chat(documents=DOCUMENTS).status_code == 200
@@ -393,6 +462,16 @@ def test_a_completion_continues_the_text_as_it_is(server: Served) -> None:
         client.completions.create(model="tiny", prompt=["a", "b"])
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_an_answer_whose_settings_keep_it_from_being_captured_says_so(
+    server: Served, path: str
+) -> None:
+    asked = {"prompt": "Hi"} if path == "/v1/completions" else {"messages": QUESTION}
+    body = {**asked, "max_tokens": 4, "cachecraft": {"recompute_ratio": 0.4}}
+    answer = server.post(path, body).json()
+    assert "recompute_ratio" in answer["kv_transfer_params"]["cachecraft"]["note"]
+
+
 def test_a_response_is_that_of_the_chat_with_the_same_messages(server: Served) -> None:
     client = server.client()
     turns = [{"role": "system", "content": "Be brief."}, *QUESTION]
@@ -417,6 +496,9 @@ def test_a_response_is_that_of_the_chat_with_the_same_messages(server: Served) -
     assert events[-1].response.output_text == text == given.output_text
     with pytest.raises(openai.BadRequestError, match="send the earlier turns in input"):
         client.responses.create(model="tiny", input="Hi", previous_response_id="resp_1")
+    with pytest.raises(openai.BadRequestError, match="verbosity cannot be used here"):
+        client.responses.create(model="tiny", input="Hi", text={"verbosity": "low"})
+    assert client.responses.create(**(asked | {"text": {"verbosity": "medium"}})).output_text
 
 
 def test_a_response_calls_a_tool_and_reads_its_result(server: Served) -> None:
@@ -454,13 +536,47 @@ def test_embeddings_are_those_of_the_embedding_model(server: Served) -> None:
     assert {model.id for model in client.models.list().data} == {"tiny", "all-MiniLM-L6-v2"}
     for body in ({"input": []}, {"input": [[1, 2]]}, {"input": "x", "dimensions": 7}):
         assert server.post("/v1/embeddings", body).status_code == 400
+    with pytest.raises(openai.NotFoundError, match="write all-MiniLM-L6-v2"):
+        client.embeddings.create(model="tiny", input="x")
+    with pytest.raises(openai.NotFoundError, match="write tiny"):
+        client.completions.create(model="all-MiniLM-L6-v2", prompt="x")
+
+
+def test_embedding_many_texts_holds_up_no_question(serve: Serve) -> None:
+    under_way = threading.Semaphore(0)
+    goes_on = threading.Event()
+
+    class Slow(Embeddings):
+        def reply(self, body: Mapping[str, Any]) -> dict[str, object]:
+            under_way.release()
+            assert goes_on.wait(60)
+            return {}
+
+    served = serve(server={"embeddings": Slow("slow")})
+    threads = [
+        threading.Thread(target=served.post, args=("/v1/embeddings", {"input": "x"}))
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for _ in threads:
+        assert under_way.acquire(timeout=60)
+    try:
+        assert served.chat(documents=DOCUMENTS).status_code == 200
+    finally:
+        goes_on.set()
+        for thread in threads:
+            thread.join(60)
 
 
 def test_metrics_count_requests_and_refusals(server: Served) -> None:
     server.chat(documents=DOCUMENTS)
     server.chat(n=2)
+    server.chat(stream_options={"usage": True})
+    server.post("/v1/responses", {"input": "Hi", "previous_response_id": "resp_1"})
+    server.post("/v1/completions", {"prompt": "Hi", "n": 2})
     assert server.ended("length") == 1
-    assert server.ended("refused") == 1
+    assert server.ended("refused") == 4
     assert server.metrics()["cachecraft_tokens_total", ("generated",)] == 8
     assert httpx.get(f"{server.url}/health").json() == {"status": "ok"}
 

@@ -64,11 +64,12 @@ def serving(
     *options: str,
     env: Mapping[str, str] | None = None,
     log: tuple[str, ...] = ("--log-json",),
+    backend: str = "local",
 ) -> Iterator[ServerProcess]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     command = [str(Path(sys.executable).with_name("cachecraft")), *log, "serve", str(model)]
-    command += ["--store", str(store), "--port", str(port), "--backend", "local", *options]
+    command += ["--store", str(store), "--port", str(port), "--backend", backend, *options]
     process = subprocess.Popen(
         command,
         stderr=subprocess.PIPE,
@@ -96,6 +97,22 @@ def ask(served: ServerProcess, **body: Any) -> httpx.Response:
     return httpx.post(url, json={**asked, "max_tokens": 4, **body}, timeout=120)
 
 
+@contextmanager
+def streaming(served: ServerProcess, *, max_tokens: int) -> Iterator[Iterator[str]]:
+    """The further lines of a streamed answer that has begun."""
+    body = {
+        "messages": [{"role": "user", "content": "How?"}],
+        "documents": [{"text": DOCUMENT}],
+        "max_tokens": max_tokens,
+        "stream": True,
+    }
+    url = f"{served.url}/v1/chat/completions"
+    with httpx.stream("POST", url, json=body, timeout=120) as reply:
+        lines = reply.iter_lines()
+        assert "assistant" in next(lines)
+        yield lines
+
+
 def stored(store: Path) -> int:
     """Variants of the document in a store."""
     with ChunkCacheStore.open(store / CACHE_FOLDER) as opened:
@@ -106,26 +123,29 @@ def stored(store: Path) -> int:
 def test_a_signal_during_a_stream_ends_the_server_cleanly_and_keeps_captures(
     folder: Path, tmp_path: Path, number: int
 ) -> None:
-    with serving(folder, tmp_path / "store") as served:
-        body = {
-            "messages": [{"role": "user", "content": "How?"}],
-            "documents": [{"text": DOCUMENT}],
-            "max_tokens": 7000,
-            "stream": True,
-        }
-        url = f"{served.url}/v1/chat/completions"
-        with httpx.stream("POST", url, json=body, timeout=120) as reply:
-            lines = reply.iter_lines()
-            assert "assistant" in next(lines)
-            assert served.ended_by(number) == 0
+    with serving(folder, tmp_path / "store") as served, streaming(served, max_tokens=7000):
+        assert served.ended_by(number) == 0
     assert stored(tmp_path / "store") == 1
+
+
+def test_an_answer_under_way_arrives_whole_although_the_server_was_asked_to_end(
+    folder: Path, tmp_path: Path
+) -> None:
+    with serving(folder, tmp_path / "store") as served:
+        with streaming(served, max_tokens=64) as lines:
+            served.process.send_signal(signal.SIGTERM)
+            assert "data: [DONE]" in list(lines)
+        served.process.communicate(timeout=120)
+        assert served.process.returncode == 0
 
 
 def test_the_first_lines_say_which_engine_serves_and_how_to_ask(
     folder: Path, tmp_path: Path
 ) -> None:
     key = {"CACHECRAFT_API_KEY": "secret"}
-    with serving(folder, tmp_path / "store", "--max-tokens", "6", env=key) as served:
+    options = ("--max-tokens", "6")
+    # vLLM is not installed where this runs, see `tests/vllm`
+    with serving(folder, tmp_path / "store", *options, env=key, backend="auto") as served:
         assert "engine in this process" in served.lines[0]
         assert "--backend vllm" in served.lines[0]
         assert "curl" in served.lines[-1]
@@ -198,6 +218,19 @@ def test_options_that_the_local_engine_does_not_have_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         command("demo", *options)
+
+
+def test_reuse_plain_prompts_takes_precedence_over_a_setting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("CACHECRAFT_REUSE_PLAIN_PROMPTS", "off")
+    options = ["--backend", "local", "--search-system"]
+    with pytest.raises(ConfigError, match="add --reuse-plain-prompts"):
+        command("demo", *options)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        with pytest.raises(ConfigError, match="cannot listen"):
+            command("demo", *options, "--reuse-plain-prompts", "--port", port)
 
 
 def test_a_port_that_is_taken_is_reported_before_the_model_is_loaded(tmp_path: Path) -> None:

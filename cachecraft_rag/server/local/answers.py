@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
@@ -12,15 +12,21 @@ from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.errors import CacheCraftError, ConfigError
 from cachecraft_rag.prompt.tools import CallReader, ToolCall
 from cachecraft_rag.prompt.unmarked import Recognise
-from cachecraft_rag.server.documents import Asked, plain_config, uncaptured_note
+from cachecraft_rag.server.documents import (
+    Asked,
+    ChatRequest,
+    PlainRequest,
+    plain_config,
+    uncaptured_note,
+)
 from cachecraft_rag.server.layouts import Layouts
 from cachecraft_rag.server.local.fields import (
     Body,
-    ChatFields,
     ToolUse,
     answer_schema,
     chat_fields,
-    completion_prompt,
+    completion_fields,
+    response_as_chat,
     sampling_of,
 )
 from cachecraft_rag.server.settings import EndpointSettings
@@ -42,8 +48,9 @@ class Answer:
     single   True if only one call may be made
     note     remark for the client; "" if there is nothing to say
     session  session that may see its statistics
-    ended    called once the answer has ended, however it did
+    ended    called once, when the answer has ended in any way
     created  time of the request, in seconds since 1970
+    name     the id that clients see
     """
 
     prefix: str
@@ -54,13 +61,14 @@ class Answer:
     session: str | None = None
     ended: Callable[[Self], object] = lambda _: None
     created: int = field(default_factory=lambda: int(time.time()))
+    name: str = field(init=False)
     _first: list[str] = field(default_factory=list)
     _sent_tokens: int = 0
+    _is_closed: bool = False
 
-    @property
-    def name(self) -> str:
-        """The id that clients see."""
-        return f"{self.prefix}{self.generation.stats.request_id}"
+    def __post_init__(self) -> None:
+        """Keep the id: every event of a stream has it, and statistics are computed at each access."""
+        self.name = f"{self.prefix}{self.generation.stats.request_id}"
 
     async def begin(self) -> None:
         """Wait for the first piece, so that an error before it can still change the status of the reply."""
@@ -83,7 +91,10 @@ class Answer:
             self.close()
 
     def close(self) -> None:
-        """End the answer; its captures are kept."""
+        """End the answer; its captures are kept. A second call does nothing."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         self.generation.close()
         self.ended(self)
 
@@ -201,24 +212,21 @@ class Answerer:
             ended=self._ended,
         )
 
+    def response(self, body: Body, session: str | None) -> Answer:
+        """Return the answer to a body of `/v1/responses`, as `chat` does."""
+        with self._counted():
+            chat = response_as_chat(body)
+        return self.chat(chat, session, prefix="resp_")
+
     def completion(self, body: Body, session: str | None) -> Answer:
         """Return the completion of a text as it is, without a chat template; the model has not started yet."""
         started = time.perf_counter()
         with self._counted():
-            text = completion_prompt(body)
-            fields = ChatFields(
-                documents=[],
-                messages=[{"role": "user", "content": text}],
-                tools=(),
-                max_tokens=body.get("max_tokens"),
-                max_completion_tokens=None,
-                cache_salt=body.get("cache_salt"),
-                model_extra=body,
-            )
+            fields = completion_fields(body)
             asked = self._asked(fields)
             owner = _owner(session, asked.client_salt)
             prompt = self._engine.prompts.build_text(
-                text,
+                asked.question,
                 reserve=asked.reserve,
                 recognise=self._recogniser(fields, owner),
                 private=owner is not None,
@@ -227,7 +235,8 @@ class Answerer:
             generation = self._engine.generate(
                 prompt, session=owner, sampling=sampling, config=asked.config, started=started
             )
-        return Answer("cmpl-", generation, session=session, ended=self._ended)
+        note = uncaptured_note(asked.config, self._engine.config)
+        return Answer("cmpl-", generation, note=note, session=session, ended=self._ended)
 
     @contextmanager
     def _counted(self) -> Iterator[None]:
@@ -238,7 +247,7 @@ class Answerer:
             self._engine.request_counts.refuse()
             raise
 
-    def _asked(self, fields: ChatFields) -> Asked:
+    def _asked(self, fields: ChatRequest) -> Asked:
         engine = self._engine
         return Asked.read(
             fields,
@@ -247,8 +256,8 @@ class Answerer:
             allowed=self._settings.client_settings,
         )
 
-    def _recogniser(self, fields: ChatFields, owner: str | None) -> Recognise | None:
-        """Return what finds captured texts in a request's unmarked text; None if it turns that off, or the server."""
+    def _recogniser(self, fields: PlainRequest, owner: str | None) -> Recognise | None:
+        """Return the finder of captured texts in unmarked text; None if the request or the server turns it off."""
         engine = self._engine
         if self._settings.plain_prompts == "off":
             return None
@@ -270,7 +279,8 @@ class Answerer:
         if given is None:
             return
         known = self._engine.decoder.end_tokens
-        if not isinstance(given, Sequence) or any(token not in known for token in given):
+        tokens = given if isinstance(given, list) else [None]
+        if not all(isinstance(token, int) and token in known for token in tokens):
             raise ConfigError(
                 f"stop_token_ids: the model's own, {sorted(known)}, end an answer; use stop for texts"
             )

@@ -11,27 +11,28 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import prometheus_client
 from prometheus_client.exposition import choose_encoder
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from cachecraft_rag.checks import check_mapping
+from cachecraft_rag.checks import shown
 from cachecraft_rag.engine.engine import Engine
-from cachecraft_rag.errors import CacheCraftError, ConfigError
+from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.observability.metrics import EngineCollector
 from cachecraft_rag.server import administration
+from cachecraft_rag.server.documents import read_body, whole_body
 from cachecraft_rag.server.facts import facts_of, tokenizer_files
 from cachecraft_rag.server.local.answers import Answer, Answerer
 from cachecraft_rag.server.local.embeddings import Embeddings
-from cachecraft_rag.server.local.fields import Body, includes_usage, response_as_chat
+from cachecraft_rag.server.local.fields import Body, includes_usage
 from cachecraft_rag.server.local.refusals import Refused, refused
 from cachecraft_rag.server.local.replies import (
     chat_events,
@@ -48,7 +49,6 @@ from cachecraft_rag.server.wire import (
     CHAT,
     EVICT,
     FACTS,
-    MOST_BODY,
     MOST_REMEMBERED,
     PRIME,
     READMIT,
@@ -63,8 +63,10 @@ logger = logging.getLogger("cachecraft_rag.server")
 
 _PARSED_AT_ONCE = 1 << 18  # bytes, which take a millisecond; larger bodies are parsed in a thread
 _LAYOUT_THREADS = 4
+_EMBEDDING_THREADS = 4  # apart from those for prompts: embedding many texts takes long
 _SLOW_THREADS = 2  # for priming and eviction, which may take minutes
 _LOCAL_HOSTS = ("127.0.0.1", "localhost", "[::1]")
+_GONE = "the client closed the connection"
 
 
 class LocalServer:
@@ -115,6 +117,7 @@ class LocalServer:
             ended=self._keep,
         )
         self._layouts = ThreadPoolExecutor(_LAYOUT_THREADS, "cachecraft-prompts")
+        self._embedding = ThreadPoolExecutor(_EMBEDDING_THREADS, "cachecraft-embeddings")
         self._slow = ThreadPoolExecutor(_SLOW_THREADS, "cachecraft-priming")
         self._registry = prometheus_client.CollectorRegistry()
         self._registry.register(EngineCollector(engine))
@@ -157,36 +160,35 @@ class LocalServer:
         try:
             yield
         finally:
-            self._layouts.shutdown(wait=False, cancel_futures=True)
-            self._slow.shutdown(wait=False, cancel_futures=True)
+            for threads in (self._layouts, self._embedding, self._slow):
+                threads.shutdown(wait=False, cancel_futures=True)
 
     # -- answers ------------------------------------------------------------------------------------------------------
 
     async def _chat(self, request: Request) -> Response:
         body = await self._body(request)
-        with_usage = includes_usage(body)
         answer = await self._begun(request, partial(self._answerer.chat, body))
         model = self._settings.model
         with_tokens = bool(body.get("return_token_ids"))
         if not body.get("stream"):
             reply = chat_reply(answer, model, with_tokens=with_tokens)
             return await self._whole(request, reply)
+        with_usage = includes_usage(body)
         events = chat_events(answer, model, with_usage=with_usage, with_tokens=with_tokens)
         return EventStream(answer, events)
 
     async def _completion(self, request: Request) -> Response:
         body = await self._body(request)
-        with_usage = includes_usage(body)
         answer = await self._begun(request, partial(self._answerer.completion, body))
         model = self._settings.model
         if not body.get("stream"):
             return await self._whole(request, completion_reply(answer, model))
-        return EventStream(answer, completion_events(answer, model, with_usage=with_usage))
+        events = completion_events(answer, model, with_usage=includes_usage(body))
+        return EventStream(answer, events)
 
     async def _response(self, request: Request) -> Response:
         body = await self._body(request)
-        chat = response_as_chat(body)
-        answer = await self._begun(request, partial(self._answerer.chat, chat, prefix="resp_"))
+        answer = await self._begun(request, partial(self._answerer.response, body))
         model = self._settings.model
         if not body.get("stream"):
             return await self._whole(request, response_reply(answer, model, body))
@@ -200,19 +202,20 @@ class LocalServer:
         return answer
 
     async def _whole(self, request: Request, reply: Awaitable[dict[str, object]]) -> Response:
-        return JSONResponse(await _unless_gone(request, reply))
+        return Reply(await _unless_gone(request, reply))
 
     def _keep(self, answer: Answer) -> None:
         self._remembered.keep(answer.name, answer.session, answer.statistics())
 
     async def _embed(self, request: Request) -> Response:
-        body = await self._body(request, models=(self._embeddings.model, self._settings.model))
-        return JSONResponse(await self._in_thread(partial(self._embeddings.reply, body)))
+        body = await self._body(request, model=self._embeddings.model)
+        embed = partial(self._embeddings.reply, body)
+        return Reply(await self._in_thread(embed, self._embedding))
 
     # -- facts --------------------------------------------------------------------------------------------------------
 
     async def _health(self, _request: Request) -> Response:
-        return JSONResponse({"status": "ok"})
+        return Reply({"status": "ok"})
 
     async def _metrics(self, request: Request) -> Response:
         encode, kind = choose_encoder(request.headers.get("accept", ""))
@@ -230,19 +233,19 @@ class LocalServer:
         return entries
 
     async def _models(self, _request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": self._model_entries()})
+        return Reply({"object": "list", "data": self._model_entries()})
 
     async def _model(self, request: Request) -> Response:
         name = request.path_params["name"]
-        for entry in self._model_entries():
-            if entry["id"] == name:
-                return JSONResponse(entry)
-        raise self._unknown_model(name)
+        entries = {str(entry["id"]): entry for entry in self._model_entries()}
+        if name not in entries:
+            raise _unknown_model(name, list(entries))
+        return Reply(entries[name])
 
     async def _facts(self, _request: Request) -> Response:
         end_tokens = self._engine.decoder.end_tokens
         facts = facts_of(self._engine, self._settings, system=self._system, end_tokens=end_tokens)
-        return JSONResponse(facts | {"model": self._settings.model})
+        return Reply(facts | {"model": self._settings.model})
 
     async def _tokenizer(self, _request: Request) -> Response:
         folder = self._folder
@@ -250,7 +253,7 @@ class LocalServer:
             raise Refused(404, "the files of this model's tokenizer are not on this machine")
         tokenizer = self._engine.decoder.tokenizer
         files = await self._in_thread(partial(tokenizer_files, folder, tokenizer))
-        return JSONResponse({"files": files})
+        return Reply({"files": files})
 
     async def _statistics(self, request: Request) -> Response:
         name = request.path_params["name"]
@@ -262,7 +265,7 @@ class LocalServer:
             )
         audit = self._engine.audit_of(name.partition("-")[2] or name.removeprefix("resp_"))
         audited = None if audit is None else audit.as_dict()
-        return JSONResponse({"id": name} | numbers | {"audit": audited})
+        return Reply({"id": name} | numbers | {"audit": audited})
 
     async def _change(
         self, change: Callable[[Engine, bytes], dict[str, object]], request: Request
@@ -272,31 +275,41 @@ class LocalServer:
         if not administration.is_admin(given, self._settings.admin_keys):
             raise Refused(403, administration.NEEDS_KEY, type="permission_error")
         body = await _bytes(request)
-        return JSONResponse(await self._in_thread(partial(change, self._engine, body), slow=True))
+        return Reply(await self._in_thread(partial(change, self._engine, body), self._slow))
 
     # -- helpers ------------------------------------------------------------------------------------------------------
 
-    async def _body(self, request: Request, *, models: Sequence[str] = ()) -> Body:
-        """Return the JSON object of a request, whose model this server has."""
+    async def _body(self, request: Request, *, model: str | None = None) -> Body:
+        """Return the JSON object of a request for `model` (None: the served one). Raises Refused for another model."""
         content = await _bytes(request)
         if len(content) > _PARSED_AT_ONCE:
-            parsed = await self._in_thread(partial(_parsed, content))
+            parsed = await self._in_thread(partial(read_body, content))
         else:  # sooner than a thread begins
-            parsed = _parsed(content)
+            parsed = read_body(content)
         name = parsed.get("model")
-        if name is not None and name not in (models or (self._settings.model,)):
-            raise self._unknown_model(name)
+        served = self._settings.model if model is None else model
+        if name not in (None, served):
+            raise _unknown_model(name, [served])
         return parsed
 
-    def _unknown_model(self, name: object) -> Refused:
-        served = ", ".join(str(entry["id"]) for entry in self._model_entries())
-        message = f"the model {name!r} is not served here; write one of {served}"
-        return Refused(404, message, code="model_not_found", param="model")
+    async def _in_thread(
+        self, act: Callable[[], T], threads: ThreadPoolExecutor | None = None
+    ) -> T:
+        """Return the result of a blocking function, run in one of `threads`; None: those for prompts."""
+        return await asyncio.get_running_loop().run_in_executor(threads or self._layouts, act)
 
-    async def _in_thread(self, act: Callable[[], T], *, slow: bool = False) -> T:
-        """Return the result of a blocking function, run in a thread; `slow` work has separate threads."""
-        threads = self._slow if slow else self._layouts
-        return await asyncio.get_running_loop().run_in_executor(threads, act)
+
+class Reply(JSONResponse):
+    """A JSON reply. Half a surrogate pair is written as an escape, as in the request that brought it."""
+
+    def render(self, content: object) -> bytes:
+        """Return the content as JSON."""
+        return _encoded(json.dumps(content, ensure_ascii=False, allow_nan=False))
+
+
+def _encoded(text: str) -> bytes:
+    """Return JSON text as UTF-8; half a surrogate pair becomes an escape such as `\\ud83e`."""
+    return text.encode("utf-8", "backslashreplace")
 
 
 class EventStream(StreamingResponse):
@@ -318,13 +331,12 @@ class EventStream(StreamingResponse):
             self._answer.close()
 
 
-async def _with_error(events: AsyncIterator[str]) -> AsyncIterator[str]:
+async def _with_error(events: AsyncIterator[str]) -> AsyncIterator[bytes]:
     try:
         async for line in events:
-            yield line
-    except Exception as error:  # noqa: BLE001  # the status is sent already
-        _log_mistake(error)
-        yield event(refused(error).body())
+            yield _encoded(line)
+    except Exception as error:  # noqa: BLE001  # the status is sent already: the client reads any error as an event
+        yield _encoded(event(_refusal_of(error).body()))
 
 
 class Guard:
@@ -370,31 +382,23 @@ class Guard:
 
     def _has_key(self, request: Request) -> bool:
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        found = [hmac.compare_digest(given.strip().encode(), key) for key in self._api_keys]
-        return scheme.lower() == "bearer" and any(found)
+        matches = [hmac.compare_digest(given.strip().encode(), key) for key in self._api_keys]
+        return scheme.lower() == "bearer" and any(matches)
 
 
 async def _bytes(request: Request) -> bytes:
     """Return the body unparsed. Raises Refused (413) once it is too large, without reading the rest."""
-    body = bytearray()
-    async for piece in request.stream():
-        body += piece
-        if len(body) > MOST_BODY:
-            raise Refused(
-                413,
-                f"the body has more than {MOST_BODY} bytes; send fewer documents at once",
-                headers={"Connection": "close"},
-            )
-    return bytes(body)
-
-
-def _parsed(body: bytes) -> Body:
     try:
-        parsed: Any = json.loads(body)
-        check_mapping("the body", parsed)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"the body must be a JSON object: {error}") from error
-    return dict(parsed)
+        return await whole_body(request.stream())
+    except ConfigError as error:
+        raise Refused(413, str(error), headers={"Connection": "close"}) from error
+    except ClientDisconnect as error:
+        raise Refused(499, _GONE) from error
+
+
+def _unknown_model(name: object, served: Sequence[str]) -> Refused:
+    message = f"the model {shown(name)} is not served here; write {' or '.join(served)}"
+    return Refused(404, message, code="model_not_found", param="model")
 
 
 async def _unless_gone(request: Request, work: Awaitable[T]) -> T:
@@ -404,7 +408,7 @@ async def _unless_gone(request: Request, work: Awaitable[T]) -> T:
     try:
         await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
-            raise Refused(499, "the client closed the connection")
+            raise Refused(499, _GONE)
         return working.result()
     finally:
         for task in (working, gone):
@@ -420,9 +424,7 @@ async def _is_gone(request: Request) -> None:
 
 
 def _reply_of(refusal: Refused) -> Response:
-    return JSONResponse(
-        refusal.body(), status_code=refusal.status, headers=dict(refusal.headers) or None
-    )
+    return Reply(refusal.body(), status_code=refusal.status, headers=dict(refusal.headers) or None)
 
 
 def _refusing(act: Act) -> Act:
@@ -431,9 +433,8 @@ def _refusing(act: Act) -> Act:
     async def reply(request: Request) -> Response:
         try:
             return await act(request)
-        except Exception as error:  # noqa: BLE001  # every reply has the form that clients read
-            _log_mistake(error)
-            return _reply_of(refused(error))
+        except Exception as error:  # noqa: BLE001  # clients read any error in OpenAI's form, and 500 is logged
+            return _reply_of(_refusal_of(error))
 
     return reply
 
@@ -447,6 +448,11 @@ async def _routing_error(request: Request, error: Exception) -> Response:
     return _reply_of(Refused(error.status_code, message, headers=headers))
 
 
-def _log_mistake(error: Exception) -> None:
-    if not isinstance(error, Refused | CacheCraftError):
+def _refusal_of(error: Exception) -> Refused:
+    """Return the refusal for an error; what is not the client's fault is logged."""
+    refusal = refused(error)
+    if refusal.status == 500:
         logger.error("A request has failed", exc_info=error)
+    elif refusal.status == 499:
+        logger.debug("A request has ended early: %s", refusal.message)
+    return refusal

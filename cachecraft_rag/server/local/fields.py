@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 from cachecraft_rag.checks import check_flag, check_kind, check_mapping, check_names, check_text
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.prompt.tools import CallFormat, CallReader, Tool
-from cachecraft_rag.server.documents import UNSUPPORTED, ToolParameter, Unsupported
+from cachecraft_rag.server.documents import UNSUPPORTED, ChatRequest, Unsupported
 from cachecraft_rag.server.response_input import messages_of
 from cachecraft_rag.server.wire import FIELD
 from cachecraft_rag.serving.sampling import SamplingParams
@@ -106,42 +106,42 @@ _REFUSED: Unsupported = {
 }
 
 
-def check_fields(body: Body, own: Collection[str]) -> None:
+def check_fields(body: Body, of_endpoint: Collection[str]) -> None:
     """Raise ConfigError for a field that is unknown, or whose value asks for something that this server cannot do.
 
-    `own` are fields of the endpoint besides those of all endpoints.
+    `of_endpoint` are fields of the endpoint besides those of all endpoints.
     """
-    check_names(body, (*_READ, *own, *_WITHOUT_EFFECT, *_REFUSED), what="field")
-    for name, (is_harmless, advice) in _REFUSED.items():
-        if name in body and name not in own and not is_harmless(body[name]):
-            raise ConfigError(f"{name} cannot be used here: {advice}")
+    check_names(body, (*_READ, *of_endpoint, *_WITHOUT_EFFECT, *_REFUSED), what="field")
+    _check_values(body, of_endpoint)
     for name in ("stream", "return_token_ids"):
         check_flag(name, body.get(name) or False)
+    _check_stream_options(body.get("stream_options"))
 
 
-class ChatFields(SimpleNamespace):
-    """The fields of a chat request that `Asked.read` reads; documents are [] where there are none."""
-
-    documents: list[dict[str, object]] | None
-    messages: Sequence[object]
-    tools: Sequence[Tool | ToolParameter] | None
-    tool_choice: object
-    max_tokens: int | None
-    max_completion_tokens: int | None
-    cache_salt: str | None
-    model_extra: Mapping[str, object] | None
+def _check_values(fields: Body, of_endpoint: Collection[str]) -> None:
+    """Raise ConfigError for a value in `fields` that asks for something that this server cannot do."""
+    for name, (is_harmless, advice) in _REFUSED.items():
+        if name in fields and name not in of_endpoint and not is_harmless(fields[name]):
+            raise ConfigError(f"{name} cannot be used here: {advice}")
 
 
-def chat_fields(body: Body) -> ChatFields:
-    """Return the fields of a body of `/v1/chat/completions`. Raises ConfigError for one that cannot be served."""
+def chat_fields(body: Body) -> ChatRequest:
+    """Return a body of `/v1/chat/completions`, with documents [] where there are none.
+
+    Raises ConfigError for one that cannot be served.
+    """
     check_fields(body, _OF_CHAT)
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise ConfigError('write "messages": [{"role": "user", "content": "…"}]')
     for name in ("max_tokens", "max_completion_tokens"):
         _check_count(name, body.get(name))
+    return _request(body, messages)
+
+
+def _request(body: Body, messages: Sequence[object]) -> ChatRequest:
     documents = body.get("documents")
-    return ChatFields(
+    fields = SimpleNamespace(
         documents=[] if documents is None else documents,
         messages=messages,
         tools=_listed("tools", body.get("tools")),
@@ -151,6 +151,7 @@ def chat_fields(body: Body) -> ChatFields:
         cache_salt=_text_of("cache_salt", body.get("cache_salt")),
         model_extra=body,
     )
+    return cast(ChatRequest, fields)
 
 
 def response_as_chat(body: Body) -> dict[str, Any]:
@@ -211,14 +212,19 @@ def _nested_format(text: object) -> object:
         return None
     check_mapping("text", text)
     assert isinstance(text, Mapping)
+    check_names(text, ("format", "verbosity"), what="field of text")
+    _check_values(text, ("format",))
     form = text.get("format")
     if isinstance(form, Mapping) and form.get("type") == "json_schema":
         return {"type": "json_schema", "json_schema": form}
     return form
 
 
-def completion_prompt(body: Body) -> str:
-    """Return the prompt of a body of `/v1/completions`. Raises ConfigError for one that cannot be served."""
+def completion_fields(body: Body) -> ChatRequest:
+    """Return a body of `/v1/completions` as a chat request whose question is the prompt.
+
+    Raises ConfigError for one that cannot be served.
+    """
     if body.get("documents") is not None:
         raise ConfigError(
             "documents are taken by /v1/chat/completions and /v1/responses: send the question there, or write their "
@@ -232,7 +238,7 @@ def completion_prompt(body: Body) -> str:
     if not isinstance(prompt, str):
         raise ConfigError("prompt must be one text; send several prompts in requests of their own")
     check_text("prompt", prompt)
-    return prompt
+    return _request(body, [{"role": "user", "content": prompt}])
 
 
 @dataclass(frozen=True)
@@ -336,11 +342,16 @@ def sampling_of(
 
 
 def includes_usage(body: Body) -> bool:
-    """Return True if a stream should end with the usage. Raises ConfigError for other `stream_options`."""
-    options = body.get("stream_options")
+    """Return True if a checked body asks for the usage at the end of a stream."""
+    options = body.get("stream_options") or {}
+    return bool(options.get("include_usage"))
+
+
+def _check_stream_options(options: object) -> None:
     if options is None:
-        return False
+        return
     check_mapping("stream_options", options)
+    assert isinstance(options, Mapping)
     check_names(
         options, ("include_usage", "include_obfuscation", "continuous_usage_stats"), what="option"
     )
@@ -349,7 +360,6 @@ def includes_usage(body: Body) -> bool:
             "continuous_usage_stats cannot be used here: the last event has the usage"
         )
     check_flag("include_usage", options.get("include_usage") or False)
-    return bool(options.get("include_usage"))
 
 
 def _check_count(name: str, value: object) -> None:

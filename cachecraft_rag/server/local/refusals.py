@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 from cachecraft_rag.errors import (
     BusyError,
     CacheCraftError,
+    ConfigError,
     ContextLengthError,
     StoreError,
+    UnsupportedCallError,
     says_no_memory,
 )
 
@@ -39,7 +41,7 @@ class Refused(Exception):
 
 
 def refused(error: Exception) -> Refused:
-    """Return the refusal that a client reads for an error; one that is not this package's gives status 500."""
+    """Return the refusal that a client reads for an error; status 500 if the request is not the cause."""
     if isinstance(error, Refused):
         return error
     message = str(error).replace("max_new_tokens", "max_tokens")  # the name in requests
@@ -50,8 +52,10 @@ def refused(error: Exception) -> Refused:
         return Refused(400, message, code="context_length_exceeded", param="messages")
     if isinstance(error, StoreError):
         return Refused(500, message, type="server_error", code="store_error")
-    if isinstance(error, CacheCraftError):
+    if isinstance(error, ConfigError | UnsupportedCallError):
         return Refused(400, message)
+    if isinstance(error, CacheCraftError):
+        return Refused(500, message, type="server_error", code="internal_error")
     if says_no_memory(error):
         message = "there is no memory for this request; send fewer documents, or lower max_tokens"
         return Refused(500, message, type="server_error", code="out_of_memory")

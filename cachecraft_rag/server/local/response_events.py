@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from typing import Protocol
 
 from cachecraft_rag.prompt.tools import ToolCall
 from cachecraft_rag.server.local.answers import Answer
 from cachecraft_rag.server.local.fields import Body
 from cachecraft_rag.server.local.replies import Json, call_id, whole
 from cachecraft_rag.server.wire import FIELD
+
+
+class _Event(Protocol):
+    """Writes server-sent events, which are numbered."""
+
+    def __call__(self, kind: str, **values: object) -> str:
+        """Return the next event, of this kind and with these values."""
 
 
 async def response_reply(answer: Answer, model: str, body: Body) -> Json:
@@ -25,9 +32,7 @@ async def response_events(answer: Answer, model: str, body: Body) -> AsyncIterat
 
     def event(kind: str, **values: object) -> str:
         nonlocal number
-        data = json.dumps(
-            {"type": kind, "sequence_number": number} | values, ensure_ascii=False, default=str
-        )
+        data = json.dumps({"type": kind, "sequence_number": number} | values, ensure_ascii=False)
         number += 1
         return f"event: {kind}\ndata: {data}\n\n"
 
@@ -53,13 +58,13 @@ async def response_events(answer: Answer, model: str, body: Body) -> AsyncIterat
         yield event("response.output_text.delta", delta=rest, logprobs=[], **place)
     items = _items(answer, text, calls)
     for index, item in enumerate(items):
-        for line in _closing(event, index, item, place):
+        for line in _closing(event, index, item, text, place):
             yield line
     final = _ended(answer, model, body, items)
     yield event(f"response.{final['status']}", response=final)
 
 
-def _opening(event: Any, message_id: str, place: Json) -> list[str]:
+def _opening(event: _Event, message_id: str, place: Json) -> list[str]:
     item = _message(message_id, "", status="in_progress") | {"content": []}
     return [
         event("response.output_item.added", output_index=0, item=item),
@@ -67,29 +72,27 @@ def _opening(event: Any, message_id: str, place: Json) -> list[str]:
     ]
 
 
-def _closing(event: Any, index: int, item: Json, place: Json) -> list[str]:
-    """Return the events that end an item; a call, which arrives whole, begins here too."""
-    done = event  # the order of the calls is the order of the events
+def _closing(event: _Event, index: int, item: Json, text: str, place: Json) -> list[str]:
+    """Return the events that end an item: the message with this text, or a call, which also begins here."""
     if item["type"] == "message":
-        parts: Any = item["content"]
         return [
-            done("response.output_text.done", text=parts[0]["text"], logprobs=[], **place),
-            done("response.content_part.done", part=parts[0], **place),
-            done("response.output_item.done", output_index=index, item=item),
+            event("response.output_text.done", text=text, logprobs=[], **place),
+            event("response.content_part.done", part=_part(text), **place),
+            event("response.output_item.done", output_index=index, item=item),
         ]
     where = {"item_id": item["id"], "output_index": index}
     begun = item | {"arguments": "", "status": "in_progress"}
     arguments = item["arguments"]
     return [
-        done("response.output_item.added", output_index=index, item=begun),
-        done("response.function_call_arguments.delta", delta=arguments, **where),
-        done(
+        event("response.output_item.added", output_index=index, item=begun),
+        event("response.function_call_arguments.delta", delta=arguments, **where),
+        event(
             "response.function_call_arguments.done",
             arguments=arguments,
             name=item["name"],
             **where,
         ),
-        done("response.output_item.done", output_index=index, item=item),
+        event("response.output_item.done", output_index=index, item=item),
     ]
 
 

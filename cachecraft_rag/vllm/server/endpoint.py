@@ -26,7 +26,7 @@ import prometheus_client
 import vllm.envs
 from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
-from vllm.entrypoints.openai.chat_completion import api_router as own
+from vllm.entrypoints.openai.chat_completion import api_router as chats
 from vllm.entrypoints.openai.chat_completion.protocol import (
     ChatCompletionRequest,
     ChatCompletionResponse,
@@ -52,6 +52,7 @@ from cachecraft_rag.server.documents import (
     check_documents,
     plain_config,
     uncaptured_note,
+    whole_body,
 )
 from cachecraft_rag.server.ready import announce
 from cachecraft_rag.server.response_input import messages_of
@@ -60,7 +61,6 @@ from cachecraft_rag.server.wire import (
     CHAT,
     EVICT,
     FACTS,
-    MOST_BODY,
     PRIME,
     READMIT,
     REQUESTS,
@@ -204,7 +204,7 @@ async def create_chat_completion(request: DocumentChatRequest, raw_request: Requ
         return await _with_documents(request, raw_request)
     _divide_prefix_cache(request, raw_request)
     if (origin := _origin(request, raw_request)) is None:
-        return await own.create_chat_completion(request, raw_request)
+        return await chats.create_chat_completion(request, raw_request)
     return await _plain_chat(request, raw_request, origin)
 
 
@@ -403,7 +403,7 @@ async def _answer(
         return JSONResponse(answer.model_dump(), status_code=answer.error.code)
     if isinstance(answer, ChatCompletionResponse | CompletionResponse):
         load = metrics_header(
-            raw_request.headers.get(own.ENDPOINT_LOAD_METRICS_FORMAT_HEADER_LABEL, "")
+            raw_request.headers.get(chats.ENDPOINT_LOAD_METRICS_FORMAT_HEADER_LABEL, "")
         )
         return JSONResponse(answer.model_dump(), headers=load)
     interval = float(getattr(raw_request.app.state.args, "sse_keep_alive_interval", 0))
@@ -480,16 +480,10 @@ async def _changed(
 
 async def _body(raw_request: Request) -> bytes:
     """Return the body unparsed: large bodies are parsed outside the event loop."""
-    body = bytearray()
-    async for piece in raw_request.stream():
-        body += piece
-        if len(body) > MOST_BODY:
-            raise bad_request(
-                ConfigError(
-                    f"the body has more than {MOST_BODY} bytes; send fewer documents at once"
-                )
-            )
-    return bytes(body)
+    try:
+        return await whole_body(raw_request.stream())
+    except ConfigError as error:
+        raise bad_request(error) from error
 
 
 def _endpoint(raw_request: Request) -> Endpoint:
