@@ -387,13 +387,13 @@ class AnswerEngine(ABC):
         saw. Returns as `remove`. Raises ConfigError without documents, because a database that cannot be read looks
         empty; UnsupportedCallError if the chunk-caches are a server's.
         """
+        self.capabilities.require(Capability.SYNC)  # before a whole database is read
         held = {chunk.chunk_id for chunk in chunks_of(documents)}
         if not held:
             raise ConfigError(
                 "sync was given no documents, which would remove every chunk-cache; if that is meant, "
                 "call engine.store.evict(down_to_bytes=0)"
             )
-        self.capabilities.require(Capability.SYNC)
         assert isinstance(self.store, ChunkCacheStore), (
             "engines with this capability have a store on this machine"
         )
