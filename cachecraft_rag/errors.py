@@ -36,6 +36,12 @@ Every message says what to do next. A missing or corrupt chunk-cache is never an
 | vLLM does not start or end in time | `TimeoutError` after ten minutes, and by `close` after 30 seconds |
 | a file outside the store cannot be written | `OSError` |
 | a function of yours raises (a filter, a reader, `progress`) | that exception |
+| an iterator of documents raises in `prime`, `remove` or `sync` | that exception, before anything changes |
+| one of their documents is of another kind, or has no text | `ConfigError`, before anything changes |
+| a chunk is too long for `prime` | nothing: `skipped` gets a sentence, and the other chunks are captured |
+| `prime` fails midway | that error; what was captured stays, and the next call goes on from there |
+| `sync` gets no documents | `ConfigError`, because a database that cannot be read looks empty |
+| `remove` or `sync` cannot delete a file | `StoreError`, once the rows are removed; repeat the call |
 
 A streamed answer runs while it is read: an unusable question is refused by the call, and all that happens once the
 model runs is raised by a piece. `async` calls raise everything there.

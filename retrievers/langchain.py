@@ -69,7 +69,30 @@ class CacheCraftEmbeddings(Embeddings):
         return vector
 
 
-class CacheCraftVectorStore(Closeable, VectorStore):
+class DocumentVectorStore(VectorStore):
+    """A vector store that adds texts as documents, with an id for each or for none."""
+
+    def add_texts(
+        self,
+        texts: Iterable[str],
+        metadatas: list[dict[str, Any]] | None = None,
+        *,
+        ids: list[str] | None = None,
+        **kwargs: Any,
+    ) -> list[str]:
+        """Add texts as documents, see `add_documents`; `metadatas` and `ids` have one item for each text, or none."""
+        texts = list(texts)
+        check_ids(ids, len(texts), "texts")  # LangChain would leave out the texts after the last id
+        return super().add_texts(texts, metadatas, ids=ids, **kwargs)
+
+
+def check_ids(ids: Sequence[str | None] | None, count: int, what: str) -> None:
+    """Raise ConfigError unless there are as many ids as texts or documents, or none."""
+    if ids and len(ids) != count:
+        raise ConfigError(f"{len(ids)} ids for {count} {what}; give one for each")
+
+
+class CacheCraftVectorStore(Closeable, DocumentVectorStore):
     """A LangChain vector store over a `FaissStore`: on disk, with upserts, deletion and filters; scores are cosines.
 
     A LangChain document is a document of the index under the same id. Two documents with the same text are one chunk
@@ -176,20 +199,6 @@ class CacheCraftVectorStore(Closeable, VectorStore):
         """The embeddings that make the vectors, as they were given."""
         return self._embedding
 
-    def add_texts(
-        self,
-        texts: Iterable[str],
-        metadatas: list[dict[str, Any]] | None = None,
-        *,
-        ids: list[str] | None = None,
-        **kwargs: object,
-    ) -> list[str]:
-        """Add texts as documents, see `add_documents`; `metadatas` and `ids` have one item for each text, or none."""
-        texts = list(texts)
-        if ids and len(ids) != len(texts):  # LangChain would leave out the texts after the last id
-            raise ConfigError(f"{len(ids)} ids for {len(texts)} texts; give one for each")
-        return super().add_texts(texts, metadatas, ids=ids, **kwargs)
-
     def add_documents(
         self, documents: list[Document], ids: list[str] | None = None, **kwargs: object
     ) -> list[str]:
@@ -207,9 +216,8 @@ class CacheCraftVectorStore(Closeable, VectorStore):
         """
         check_names(kwargs, _HINTS)
         documents = list(documents)
+        check_ids(ids, len(documents), "documents")
         given: Sequence[str | None] = ids or [document.id for document in documents]
-        if len(given) != len(documents):
-            raise ConfigError(f"{len(given)} ids for {len(documents)} documents; give one for each")
         names = [name or uuid.uuid4().hex for name in given]
         chunks = [_chunk(document, name) for document, name in zip(documents, names, strict=True)]
         known = self.index.known_vectors(chunk.chunk_id for chunk in chunks)

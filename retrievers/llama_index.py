@@ -468,9 +468,11 @@ class CacheCraftRetriever(BaseRetriever):
 
 
 def _chunk_of(node: BaseNode) -> Chunk:
-    """Return a node as a chunk: the text the model will see of it, and the node itself in the metadata."""
+    """Return a node as a chunk: the text the model will see of it, and the node itself in the metadata.
+
+    The text is that of the node as it is read back (`as_read_back`).
+    """
     metadata = node_to_metadata_dict(without_notes(node))
-    # From the node as it is read back: JSON turns a date in the metadata into a text, and that is what the model sees.
     text = without_paths(metadata_dict_to_node(metadata)).get_content(
         metadata_mode=MetadataMode.LLM
     )
@@ -482,6 +484,11 @@ def _chunk_of(node: BaseNode) -> Chunk:
             if isinstance(value, str | int | float | None)
         },
     )
+
+
+def as_read_back(node: BaseNode) -> BaseNode:
+    """Return a copy of a node as vector stores return it: JSON turns a date in its metadata into another text."""
+    return metadata_dict_to_node(node_to_metadata_dict(node))
 
 
 def without_paths(node: BaseNode) -> BaseNode:

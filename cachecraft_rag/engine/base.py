@@ -358,10 +358,10 @@ class AnswerEngine(ABC):
         return Primer(self, alone=True) if alone else self.primer()
 
     def remove(self, documents: Iterable[object]) -> Evicted:
-        """Remove the chunk-caches of documents that left a database of yours, and of all chunks captured after them.
+        """Remove the chunk-caches of documents that leave a database of yours, and of all chunks captured after them.
 
-        Neither is stored again, by any process, until `prime`, `readmit` or `sync` is given the document. To be called
-        when the database deletes or replaces documents. Returns the number of chunk-caches removed, and their bytes on
+        Call it before the database deletes or replaces them. No process stores any of these chunk-caches again until
+        `prime`, `readmit` or `sync` is given the document. Returns the number of those removed, and their bytes on
         disk.
         """
         chunk_ids = tuple(dict.fromkeys(chunk.chunk_id for chunk in chunks_of(documents)))
@@ -370,7 +370,10 @@ class AnswerEngine(ABC):
         return self.store.remove_chunks(chunk_ids)
 
     def readmit(self, documents: Iterable[object]) -> None:
-        """Let documents that `remove` or `sync` had removed be stored again: the database holds them again."""
+        """Let documents be stored again that `remove` or `sync` removed: for documents that are in the database again.
+
+        Documents that were not removed are ignored.
+        """
         chunks = chunks_of(documents)
         readmit = self.store.readmit_chunks
         if isinstance(self.store, ChunkCacheStore):
@@ -380,20 +383,21 @@ class AnswerEngine(ABC):
             readmit(tuple(back))
 
     def sync(self, documents: Iterable[object]) -> Evicted:
-        """Keep the chunk-caches of these documents and of instructions only: all others of this namespace are removed.
+        """Keep only the chunk-caches of these documents and of instructions; remove all others of this namespace.
 
-        For a database that deleted documents on its own: give it all that the database still holds, as for `prime`.
-        Passages of unmarked prompts, whose documents are not known, leave too. A remote keeps what this store never
-        saw. Returns as `remove`. Raises ConfigError without documents, because a database that cannot be read looks
-        empty; UnsupportedCallError if the chunk-caches are a server's.
+        For a database that other programs change: give it all documents that the database holds, as for `prime`.
+        Passages of unmarked prompts, whose documents are not known, leave too, and so do documents that were added
+        while the list was made: `prime` takes them back. A remote keeps what this store never saw. Returns as `remove`.
+        Raises ConfigError without documents, because a database that cannot be read looks empty; UnsupportedCallError
+        if the chunk-caches are a server's.
         """
+        self.capabilities.require(Capability.SYNC)  # before a whole database is read
         held = {chunk.chunk_id for chunk in chunks_of(documents)}
         if not held:
             raise ConfigError(
                 "sync was given no documents, which would remove every chunk-cache; if that is meant, "
                 "call engine.store.evict(down_to_bytes=0)"
             )
-        self.capabilities.require(Capability.SYNC)
         assert isinstance(self.store, ChunkCacheStore), (
             "engines with this capability have a store on this machine"
         )

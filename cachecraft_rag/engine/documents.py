@@ -1,10 +1,11 @@
 """Documents as an application has them, read as chunks: the texts that the model sees of them.
 
-Nothing of a framework is imported: its documents are known by their attributes.
+No framework is imported: its documents are recognised by their attributes.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -31,11 +32,13 @@ def by_source(documents: Iterable[object]) -> list[tuple[str, list[Chunk]]]:
 
     The order is that of the documents. A text without a source is a document of one chunk.
     """
-    texts: dict[str, list[Chunk]] = {}
+    texts: dict[str | int, list[Chunk]] = {}
     for place, (source, chunk) in enumerate(map(_read, listed("documents", documents)), start=1):
-        # a number names no source, so it is no other text's name
-        texts.setdefault(source or f"text {place}", []).append(chunk)
-    return list(texts.items())
+        # a source is a text, so the number of a text without one is no other document's key
+        texts.setdefault(source or place, []).append(chunk)
+    return [
+        (key if isinstance(key, str) else f"text {key}", chunks) for key, chunks in texts.items()
+    ]
 
 
 class Removing(Protocol):
@@ -49,37 +52,47 @@ class Removing(Protocol):
 
 
 class HeldTexts:
-    """The texts of a database under its ids, as far as this process added them: two documents may have the same text.
+    """The ids under which a database holds each text, because two documents may have the same text.
+
+    It knows only the documents that were added through it. Any thread may call any method.
 
     Args:
-        engine: its chunk-caches leave with the last document of a text.
+        engine: the chunk-caches of a text are removed from it with the last known document of that text.
         read: returns the chunks that the model reads of documents.
     """
 
     def __init__(self, engine: Removing, read: Callable[[Iterable[Any]], list[Chunk]]) -> None:
         self._engine = engine
         self._read = read
-        self._held: dict[str, str] = {}
+        self._chunk_ids: dict[str, str] = {}  # by the database's id
+        # otherwise a text that is added while it is removed could stay refused
+        self._changing = threading.Lock()
 
     def add(self, ids: Sequence[str], documents: Sequence[object]) -> None:
-        """Note documents that the database holds from now on."""
+        """Note documents that the database holds from now on, and let their chunk-caches be stored."""
         chunks = self._read(documents)
-        self._held |= {name: chunk.chunk_id for name, chunk in zip(ids, chunks, strict=True)}
-        self._engine.readmit(chunks)
+        added = {name: chunk.chunk_id for name, chunk in zip(ids, chunks, strict=True)}
+        with self._changing:
+            self._chunk_ids |= added
+            self._engine.readmit(chunks)
 
     def remove(
         self, ids: Iterable[str], documents: Iterable[object], *, replaced_by: Iterable[object] = ()
     ) -> None:
-        """Remove the chunk-caches of these documents, but for texts that the database holds under other ids.
+        """Remove the chunk-caches of these documents, except for texts that are known under other ids too.
 
-        The documents `replaced_by` will be added under these ids.
+        The documents `replaced_by` will be added under these ids. If the engine raises an error, the ids stay known.
         """
-        for name in ids:
-            self._held.pop(name, None)
-        held = {*self._held.values(), *(chunk.chunk_id for chunk in self._read(replaced_by))}
-        gone = [chunk for chunk in self._read(documents) if chunk.chunk_id not in held]
-        if gone:
-            self._engine.remove(gone)
+        leaving = frozenset(ids)
+        chunks = self._read(documents)
+        new = {chunk.chunk_id for chunk in self._read(replaced_by)}
+        with self._changing:
+            kept = {name: text for name, text in self._chunk_ids.items() if name not in leaving}
+            held = new.union(kept.values())
+            gone = [chunk for chunk in chunks if chunk.chunk_id not in held]
+            if gone:
+                self._engine.remove(gone)
+            self._chunk_ids = kept
 
 
 def _read(document: object) -> tuple[str, Chunk]:

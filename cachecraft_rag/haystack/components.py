@@ -15,7 +15,7 @@ from cachecraft_rag.serving.sampling import SamplingOptions, sampling_from
 
 
 class _OverEngine:
-    """A component's engine, which `warm_up` opens from settings that a pipeline's file holds.
+    """A component's engine, which is passed in, or opened by `warm_up` from settings that a pipeline's file can hold.
 
     Arguments as of `CacheCraftPrimer`.
     """
@@ -34,8 +34,8 @@ class _OverEngine:
             "store": store,
             "engine_options": engine_options,
         }
-        self._shared = engine
-        self._opened: AnswerEngine | None = None
+        self._is_shared = engine is not None
+        self._engine = engine
 
     def __enter__(self) -> Self:
         return self
@@ -46,33 +46,33 @@ class _OverEngine:
     @property
     def engine(self) -> AnswerEngine:
         """The engine; it is opened by the first use."""
-        if self._shared is not None:
-            return self._shared
-        if self._opened is None:
-            model, store, options = self._settings.values()
-            self._opened = engine_loader()(model, store=store, **(options or {}))
-        return self._opened
+        self.warm_up()
+        assert self._engine is not None
+        return self._engine
 
     def warm_up(self) -> None:
         """Load the model and open the store, once."""
-        assert self.engine is not None
+        if self._engine is None:
+            options = self._settings["engine_options"] or {}
+            load = engine_loader()
+            self._engine = load(self._settings["model"], store=self._settings["store"], **options)
 
     def close(self) -> None:
         """Close the engine that this component opened; a second call does nothing."""
-        if self._opened is not None:
-            self._opened.close()
+        if self._engine is not None and not self._is_shared:
+            self._engine.close()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the settings. Raises ConfigError for a component with an engine that was passed in."""
-        if self._shared is not None:
+        """Return the settings for a pipeline's file. Raises ConfigError if an engine was passed in."""
+        if self._is_shared:
             raise ConfigError(
-                "a component over an open engine cannot be written: give it model and store instead of engine"
+                "a component over an open engine cannot be written to a file: give it model and store instead of engine"
             )
         return default_to_dict(self, **self._settings)
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Self:
-        """Return the component of a `to_dict`."""
+        """Return the component that `to_dict` described."""
         made: Self = default_from_dict(cls, data)
         return made
 
@@ -95,7 +95,7 @@ class CacheCraftGenerator(_OverEngine):
         engine: AnswerEngine | None = None,
         generation_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        # Haystack makes another class of this one, which `super()` does not know
+        # Haystack's decorator replaces this class, so `super()` without arguments would fail
         _OverEngine.__init__(self, model, store=store, engine_options=engine_options, engine=engine)
         self._sampling = dict(generation_kwargs or {})
         # before a model is loaded
@@ -110,7 +110,7 @@ class CacheCraftGenerator(_OverEngine):
 
     @component.output_types(replies=list[str], meta=list[dict[str, Any]])
     def run(self, question: str, documents: list[Document]) -> dict[str, Any]:
-        """Return the answer as the one of `replies`, and its statistics, `RequestStats.as_dict()`, in `meta`."""
+        """Return lists of one: the answer in `replies`, and its statistics, `RequestStats.as_dict()`, in `meta`."""
         answer = self.engine.stream(question, chunks_of(documents), **sampling_from(self._sampling))
         text = "".join(answer)
         return {"replies": [text], "meta": [answer.stats.as_dict()]}
@@ -118,12 +118,13 @@ class CacheCraftGenerator(_OverEngine):
 
 @component
 class CacheCraftPrimer(_OverEngine):
-    """Captures documents before the first question, and passes them on; the place for it is before a DocumentWriter.
+    """Captures documents before the first question, and passes them on. Put it before a DocumentWriter.
 
     Args:
         model: Hugging Face name or folder, or "demo".
         store: folder of the chunk-caches.
-        engine_options: options of `EngineConfig` by name, such as {"system": "Be brief."}; those of the generator.
+        engine_options: options of `EngineConfig` by name, such as {"system": "Be brief."}. Primer and generator need
+            the same ones, otherwise answers cannot reuse what was primed.
         engine: an open engine instead, which several components may share; the caller closes it. Such a component
             cannot be written to a file.
     """

@@ -1,4 +1,4 @@
-"""A vector store of LangChain's whose deletes and updates are those of chunk-caches too."""
+"""A LangChain vector store that also removes the chunk-caches of the documents that it deletes or updates."""
 
 from __future__ import annotations
 
@@ -13,24 +13,26 @@ from cachecraft_rag.checks import check_kind
 from cachecraft_rag.engine.base import AnswerEngine
 from cachecraft_rag.engine.documents import HeldTexts, chunks_of
 from cachecraft_rag.errors import ConfigError
+from cachecraft_rag.retrievers.langchain import DocumentVectorStore, check_ids
 from cachecraft_rag.types.documents import Chunk
 
 
-class SyncedVectorStore(VectorStore):
+class SyncedVectorStore(DocumentVectorStore):
     """Writes to any vector store, and removes the chunk-caches of the documents that a write deletes or replaces.
 
         index(documents, record_manager, SyncedVectorStore(vector_store, engine), cleanup="full", …)
 
-    Chunk-caches leave before the documents do, so after an error repeat the write. A text that another document added
-    by this object has stays. Retrievers may go on to read `vector_store`.
+    Chunk-caches are removed before the documents are, so after an error repeat the write. A text stays that another
+    document has which was added through this object; other documents with the same text are not known. Retrievers may
+    go on to read `vector_store`.
 
     Args:
         vector_store: any that returns documents by their ids (`get_by_ids`).
-        engine: its chunk-caches are removed.
+        engine: the engine whose chunk-caches are removed.
         chunks: reads documents as the model does; the `chunks` of a generator that has a `document_prompt`.
 
-    Raises ConfigError for a vector store without `get_by_ids`, for arguments of another kind, and by `delete` without
-    ids. A write raises what `engine.remove` raises, and what the vector store does.
+    Raises ConfigError for a vector store without `get_by_ids`, and in `delete` without ids. A write raises what
+    `engine.remove` raises, and what the vector store does.
     """
 
     def __init__(
@@ -62,48 +64,42 @@ class SyncedVectorStore(VectorStore):
         """The embeddings of the vector store."""
         return self._inner.embeddings
 
-    def add_texts(
-        self,
-        texts: Iterable[str],
-        metadatas: list[dict[str, Any]] | None = None,
-        *,
-        ids: list[str] | None = None,
-        **kwargs: Any,
+    def add_documents(
+        self, documents: list[Document], ids: list[str] | None = None, **kwargs: Any
     ) -> list[str]:
-        """Add texts, and return their ids."""
-        given = list(texts)
-        documents = [
-            Document(text, metadata=metadata)
-            for text, metadata in zip(given, metadatas or [{} for _ in given], strict=True)
-        ]
-        return self.add_documents(documents, ids=ids, **kwargs)
+        """Add or replace documents, and return their ids; the chunk-caches of replaced texts are removed.
 
-    def add_documents(self, documents: list[Document], **kwargs: Any) -> list[str]:
-        """Add or replace documents, and return their ids; the chunk-caches of replaced texts are removed."""
-        ids = kwargs.pop("ids", None) or [document.id for document in documents]
-        known = [name for name in ids if name]
-        replaced = self._inner.get_by_ids(known) if known else []
-        self._held.remove(known, replaced, replaced_by=documents)
-        if len(known) == len(documents):
-            kwargs["ids"] = known
+        `ids` has one for each document, or none: then those of the documents count. `kwargs` are passed on.
+        """
+        documents = list(documents)
+        check_ids(ids, len(documents), "documents")
+        names: Sequence[str | None] = ids or [document.id for document in documents]
+        known = [name for name in names if name]
+        self._held.remove(known, self._stored(known), replaced_by=documents)
+        if ids or len(known) == len(documents):
+            kwargs["ids"] = names
         added = self._inner.add_documents(documents, **kwargs)
         self._held.add(added, documents)
         return added
 
     def delete(self, ids: list[str] | None = None, **kwargs: Any) -> bool | None:
-        """Delete documents by their ids, and return what the vector store returns; their chunk-caches leave first."""
+        """Remove the chunk-caches of documents, delete these by their ids, and return what the vector store returns."""
         if ids is None:
             raise ConfigError(
-                "delete needs the ids of documents; if all are to leave, delete them in the vector store and call "
+                "delete needs the ids of documents; to delete all, empty the vector store itself and call "
                 "engine.store.evict(down_to_bytes=0)"
             )
-        self._held.remove(ids, self._inner.get_by_ids(ids))
+        self._held.remove(ids, self._stored(ids))
         return self._inner.delete(ids, **kwargs)
 
     def get_by_ids(self, ids: Sequence[str], /) -> list[Document]:
-        """Return the documents with these ids that there are."""
+        """Return the documents with these ids; unknown ids are skipped."""
         return self._inner.get_by_ids(ids)
 
     def similarity_search(self, query: str, k: int = 4, **kwargs: Any) -> list[Document]:
-        """Return the documents that the vector store finds; for more of its searches, ask it."""
+        """Return the documents that the vector store finds; its other kinds of search are not passed on."""
         return self._inner.similarity_search(query, k, **kwargs)
+
+    def _stored(self, ids: Sequence[str]) -> list[Document]:
+        # without ids some vector stores return all documents
+        return self._inner.get_by_ids(ids) if ids else []

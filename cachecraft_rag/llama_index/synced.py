@@ -1,4 +1,4 @@
-"""A vector store of LlamaIndex's whose deletes and updates are those of chunk-caches too."""
+"""A LlamaIndex vector store that also removes the chunk-caches of the nodes that it deletes."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from cachecraft_rag.checks import check_kind
 from cachecraft_rag.engine.base import AnswerEngine
 from cachecraft_rag.engine.documents import HeldTexts, chunks_of
 from cachecraft_rag.errors import ConfigError
+from cachecraft_rag.retrievers.llama_index import as_read_back
 
 # the id of a node's document, as LlamaIndex writes it into the metadata of a database
 _DOCUMENT = "ref_doc_id"
@@ -29,16 +30,20 @@ class SyncedVectorStore(BasePydanticVectorStore):
 
         IngestionPipeline(…, vector_store=SyncedVectorStore(vector_store, engine), docstore=…)
 
-    Chunk-caches leave before the nodes do, so after an error repeat the write. An updated document is deleted and added
-    again: all its chunks are computed again, unchanged ones too.
+    Chunk-caches are removed before the nodes are, so after an error repeat the write. A text stays that another node
+    has which was added through this object; other nodes with the same text are not known.
+
+    A pipeline deletes an updated document and adds it again, so all its chunks are computed again, unchanged ones too.
+    `add` looks for no nodes with the same ids, because some databases replace these and others keep them: delete them
+    first.
 
     Args:
         vector_store: any that returns nodes by the id of their document (`get_nodes`), such as those of Qdrant, Chroma
             and PostgreSQL.
-        engine: its chunk-caches are removed.
+        engine: the engine whose chunk-caches are removed.
 
-    Raises ConfigError for arguments of another kind. A deletion raises it for a vector store without `get_nodes`,
-    before it deletes; and a write what `engine.remove` raises, and what the vector store does.
+    Before anything is deleted, a deletion raises ConfigError for a vector store without `get_nodes`. A write raises
+    what `engine.remove` raises, and what the vector store does.
     """
 
     stores_text: bool = True
@@ -52,7 +57,7 @@ class SyncedVectorStore(BasePydanticVectorStore):
             stores_text=vector_store.stores_text, is_embedding_query=vector_store.is_embedding_query
         )
         self._inner = vector_store
-        self._held = HeldTexts(engine, chunks_of)
+        self._held = HeldTexts(engine, lambda nodes: chunks_of(map(as_read_back, nodes)))
 
     @property
     def client(self) -> Any:
@@ -62,7 +67,7 @@ class SyncedVectorStore(BasePydanticVectorStore):
     def get_nodes(
         self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None
     ) -> list[BaseNode]:
-        """Return the nodes with these ids, or that pass these filters."""
+        """Return the nodes with these ids, or those that pass these filters."""
         return self._inner.get_nodes(node_ids=node_ids, filters=filters)
 
     def add(self, nodes: Sequence[BaseNode], **kwargs: Any) -> list[str]:
@@ -72,7 +77,7 @@ class SyncedVectorStore(BasePydanticVectorStore):
         return added
 
     def delete(self, ref_doc_id: str, **delete_kwargs: Any) -> None:
-        """Delete the nodes of a document; their chunk-caches leave first."""
+        """Remove the chunk-caches of a document's nodes, then delete the nodes."""
         of_document = MetadataFilters(filters=[MetadataFilter(key=_DOCUMENT, value=ref_doc_id)])
         self._remove(None, of_document)
         self._inner.delete(ref_doc_id, **delete_kwargs)
@@ -83,12 +88,18 @@ class SyncedVectorStore(BasePydanticVectorStore):
         filters: MetadataFilters | None = None,
         **delete_kwargs: Any,
     ) -> None:
-        """Delete nodes by their ids or by filters; their chunk-caches leave first."""
+        """Remove the chunk-caches of nodes, then delete the nodes; raises ConfigError without ids and filters."""
+        if filters is None and node_ids is None:
+            raise ConfigError(
+                "delete_nodes needs node_ids or filters; to delete all nodes see the message of clear()"
+            )
+        if filters is None and not node_ids:
+            return  # without ids some vector stores return all nodes
         self._remove(node_ids, filters)
         self._inner.delete_nodes(node_ids, filters, **delete_kwargs)
 
     def clear(self) -> None:
-        """Raise ConfigError: a database need not list all its nodes."""
+        """Raise ConfigError, because not every database can list all its nodes."""
         raise ConfigError(
             "clear the vector store itself, and call engine.store.evict(down_to_bytes=0): that removes all chunk-caches"
         )

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from pathlib import Path
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 from langchain_core.documents import Document as LangChainDocument
 from llama_index.core.schema import NodeRelationship, NodeWithScore, RelatedNodeInfo, TextNode
 
-from cachecraft_rag.engine.documents import by_source, chunks_of
+from cachecraft_rag.engine.documents import HeldTexts, by_source, chunks_of
 from cachecraft_rag.engine.engine import Engine
-from cachecraft_rag.errors import ConfigError
+from cachecraft_rag.errors import ConfigError, StoreError
 from cachecraft_rag.llama_index.sources import Sources
 from cachecraft_rag.model.decoder import Decoder
-from cachecraft_rag.planning.config import ReuseConfig, ReuseMethod
 from cachecraft_rag.serving.generation import Generation
 from cachecraft_rag.serving.sampling import SamplingParams
-from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.types.documents import CHUNK_ID_KEY, Chunk, Document, chunk_id_of
 from cachecraft_rag.types.progress import Progress
 
@@ -30,25 +28,10 @@ SHORT = SamplingParams(max_new_tokens=4)
 Open = Callable[..., Engine]
 
 
-@pytest.fixture(scope="module")
-def decoder(tiny_decoder: Callable[..., Decoder]) -> Decoder:
-    return tiny_decoder("Llama")
-
-
 @pytest.fixture
-def opened(decoder: Decoder, tmp_path: Path) -> Iterator[Open]:
+def opened(tiny_decoder: Callable[..., Decoder], make_engine: Open) -> Open:
     """Opens an engine over one folder; two of them share it as two processes do."""
-    with ExitStack() as stack:
-
-        def open_engine(**settings: Any) -> Engine:
-            store = stack.enter_context(ChunkCacheStore.open(tmp_path / "caches"))
-            given = {
-                "config": ReuseConfig(method=ReuseMethod(loading="layerwise")),
-                "new_variants": "off",
-            } | settings
-            return stack.enter_context(Engine(decoder, store, **given))
-
-        yield open_engine
+    return partial(make_engine, decoder=tiny_decoder("Llama"))
 
 
 def ask(engine: Engine, *texts: str) -> Generation:
@@ -92,7 +75,7 @@ def test_a_node_is_primed_with_the_text_that_the_model_reads(opened: Open) -> No
     engine = opened()
     nodes = [node(number) for number in range(3)]
     engine.prime([nodes[0], NodeWithScore(node=nodes[1], score=1.0), nodes[2]])
-    sources = Sources([NodeWithScore(node=one) for one in nodes])
+    sources = Sources([NodeWithScore(node=primed) for primed in nodes])
     assert "/home/me" not in sources.texts[0]
     assert sources.texts[0].startswith("[page: 0]")
     assert outcomes(ask(engine, *sources.texts)) <= {"reused", "exact"}
@@ -113,13 +96,68 @@ def test_documents_of_one_source_are_neighbours() -> None:
         Document("b.md", TEXTS[3]),
         Chunk(TEXTS[4], {"source": "b.md"}),
         node(1),
+        Document("text 2", TEXTS[2]),
     ]
     assert [(name, len(chunks)) for name, chunks in by_source(given)] == [
         ("a.md", 2),
         ("text 2", 1),
         ("b.md", 2),
         ("kettle.md", 1),
+        ("text 2", 1),
     ]
+
+
+class Recorder:
+    """Takes the place of an engine, and adds the removed text again, in another thread, while it is removed."""
+
+    def __init__(self) -> None:
+        self.texts = HeldTexts(self, chunks_of)
+        self.calls: list[str] = []
+        self.readmitted = threading.Event()
+        self.adding = threading.Thread(target=self.texts.add, args=(["2"], TEXTS[:1]))
+
+    def remove(self, documents: Iterable[object]) -> None:
+        self.adding.start()
+        self.readmitted.wait(0.5)  # it waits for this removal
+        self.calls.append("remove")
+
+    def readmit(self, documents: Iterable[object]) -> None:
+        self.calls.append("readmit")
+        self.readmitted.set()
+
+
+def test_a_text_that_is_added_while_it_is_removed_is_stored_again() -> None:
+    recorder = Recorder()
+    recorder.texts.remove(["1"], TEXTS[:1])
+    recorder.adding.join()
+    assert recorder.calls == ["remove", "readmit"]
+
+
+class Failing:
+    """Takes the place of an engine whose store fails once."""
+
+    def __init__(self) -> None:
+        self.removed: list[Chunk] = []
+        self.is_broken = True
+
+    def remove(self, documents: Iterable[object]) -> None:
+        if self.is_broken:
+            raise StoreError("the disk is full")
+        self.removed += chunks_of(documents)
+
+    def readmit(self, documents: Iterable[object]) -> None:
+        pass
+
+
+def test_a_text_stays_known_after_a_removal_that_failed() -> None:
+    engine = Failing()
+    texts = HeldTexts(engine, chunks_of)
+    texts.add(["1", "2"], [TEXTS[0], TEXTS[1]])
+    with pytest.raises(StoreError):
+        texts.remove(["1"], [TEXTS[0]])
+    engine.is_broken = False
+    texts.remove(["3"], [TEXTS[0]])  # another document with the text that the database still holds
+    assert engine.removed == []
 
 
 @pytest.mark.parametrize("wrong", [3, None, {"text": "x"}, b"x", [TEXTS[0]]])
@@ -131,6 +169,23 @@ def test_what_is_no_document_is_refused_with_what_may_be_given(opened: Open, wro
     with pytest.raises(ConfigError):
         engine.prime(TEXTS[0])
     assert engine.store.stats().variants == 0
+
+
+def test_an_iterator_that_fails_changes_nothing(opened: Open) -> None:
+    engine = opened()
+    engine.prime(TEXTS)
+    before = engine.store.stats().variants
+
+    def scrolled() -> Iterator[str]:
+        yield TEXTS[0]
+        raise TimeoutError("the database does not answer")
+
+    for call in (engine.prime, engine.estimate_priming, engine.remove, engine.sync):
+        with pytest.raises(TimeoutError):
+            call(scrolled())
+    assert engine.store.stats().variants == before
+    assert engine.sync(TEXTS).variants == 0
+    assert outcomes(ask(engine, TEXTS[0])) <= {"reused", "exact"}
 
 
 def test_priming_goes_on_after_ctrl_c(opened: Open) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -89,6 +92,19 @@ def test_a_pipeline_is_written_to_a_file_and_read_again(model_folder: Path, tmp_
         assert isinstance(reply, str)
         assert len(read.engine.prompts.system.token_ids) > 0
     read.close()
+
+
+def test_a_component_loads_its_model_where_assertions_are_off(tmp_path: Path) -> None:
+    program = "from cachecraft_rag.haystack import CacheCraftPrimer; CacheCraftPrimer('no/model').warm_up()"
+    done = subprocess.run(
+        [sys.executable, "-O", "-c", program],
+        cwd=tmp_path,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    assert "ModelNotFoundError" in done.stderr
 
 
 def test_a_component_over_an_open_engine_is_not_written(engine: Engine) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -202,6 +202,36 @@ def test_a_change_of_metadata_keeps_chunk_caches_and_a_deletion_by_index_removes
     assert shaped(chat, PARTS[3]) > 0
     run(PARTS, 2025)  # it is back
     chat.invoke("How often?", documents=[Document(PARTS[0])])
+    assert shaped(chat, PARTS[0]) > 0
+
+
+def test_ids_are_passed_on_and_a_wrong_number_is_refused(chat: ChatCacheCraft) -> None:
+    store = InMemoryVectorStore(EMBEDDING)
+    synced = SyncedVectorStore(store, chat.engine)
+    documents = [Document(text) for text in PARTS[:2]]
+    with pytest.raises(ConfigError, match="1 ids for 2 documents"):
+        synced.add_documents(documents, ids=IDS[:1])
+    with pytest.raises(ConfigError, match="1 ids for 2 texts"):
+        synced.add_texts(PARTS[:2], ids=IDS[:1])
+    assert held(store) == []
+    synced.add_texts(PARTS[:2], [{"page": 1}, {"page": 2}], ids=IDS[:2])
+    assert {document.id for document in held(store)} == set(IDS[:2])
+    assert {document.metadata["page"] for document in held(store)} == {1, 2}
+
+
+def test_a_deletion_of_no_documents_removes_no_chunk_caches(chat: ChatCacheCraft) -> None:
+    class All(InMemoryVectorStore):
+        """Returns all documents if no id is given, as some clients of databases do."""
+
+        def get_by_ids(self, ids: Sequence[str], /) -> list[Document]:
+            return super().get_by_ids(ids or list(self.store))
+
+    store = All(EMBEDDING)
+    store.add_texts(PARTS, ids=IDS)
+    synced = SyncedVectorStore(store, chat.engine)
+    chat.engine.prime(PARTS)
+    synced.delete([])
+    synced.add_documents([])
     assert shaped(chat, PARTS[0]) > 0
 
 

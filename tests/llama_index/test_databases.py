@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -173,6 +174,37 @@ def test_an_updated_or_missing_document_of_a_pipeline_loses_its_chunk_caches(
     assert engine.prime(store.get_nodes(), alone=True) == 1
     pipeline.run(documents=[new])
     assert [shaped(engine, document) > 0 for document in (other, new)] == [False, True]
+
+
+@pytest.mark.filterwarnings("ignore:Payload indexes have no effect:UserWarning")  # Qdrant's
+@pytest.mark.parametrize("database", [chroma, qdrant, pgvector, ours])
+def test_a_deletion_of_no_nodes_removes_no_chunk_caches(
+    engine: Engine, tmp_path: Path, database: Callable[[Path], Any]
+) -> None:
+    store = database(tmp_path / "database")
+    synced = SyncedVectorStore(store, engine)
+    nodes = kettles()
+    synced.add(nodes)
+    engine.prime(store.get_nodes(IDS))
+    synced.delete_nodes([])
+    with pytest.raises(ConfigError, match="node_ids or filters"):
+        synced.delete_nodes()
+    assert [shaped(engine, node) > 0 for node in nodes] == [True, True]
+
+
+def test_a_node_with_a_date_is_stored_again_once_it_is_back(engine: Engine, tmp_path: Path) -> None:
+    store = ours(tmp_path / "database")
+    synced = SyncedVectorStore(store, engine)
+    nodes = kettles()
+    nodes[0].metadata["bought"] = datetime(2024, 1, 2, 3, tzinfo=UTC)
+    synced.add(nodes)
+    (read,) = store.get_nodes(IDS[:1])
+    engine.prime([read])
+    synced.delete_nodes(IDS[:1])
+    assert shaped(engine, read) == 0
+    synced.add(nodes[:1])
+    CacheCraftSynthesizer(engine).synthesize("How much?", [NodeWithScore(node=read)])
+    assert shaped(engine, read) > 0
 
 
 def test_a_store_that_does_not_return_its_nodes_is_refused_with_what_to_call(
