@@ -1,7 +1,7 @@
 """Time of a prompt that this package leaves to vLLM, against the same tokens in a vLLM without this package.
 
-Both servers run on this machine at the same time, and are asked in turn. No block is in either prefix cache: each
-request has a new salt.
+Both servers run on this machine at the same time, and take turns. No block is in either prefix cache: each request has
+a new salt.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from typing import Annotated, Any
 
 import typer
 
+# of a GPU's memory; both servers share it
+_MEMORY = 0.4
 _QUESTION = "Which of these parts wear out, and how often should each be replaced?"
 
 
@@ -40,14 +42,20 @@ def main(
 
 @contextmanager
 def _servers(model: str) -> Iterator[tuple[Any, Any]]:
-    """This package's engine over vLLM, and a vLLM that knows nothing of it."""
+    """Yield this package's engine over vLLM, and a vLLM without this package's connector."""
     from cachecraft_rag.vllm.calls import Serving
     from cachecraft_rag.vllm.engine import VLLMEngine
 
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    # GiB; by itself vLLM would take nearly all of a CPU's memory
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    memory = {"gpu_memory_utilization": _MEMORY}
     with (
         tempfile.TemporaryDirectory(prefix="cachecraft-bench-") as folder,
-        VLLMEngine.from_pretrained(model, store=folder, new_variants="off") as engine,
+        VLLMEngine.from_pretrained(
+            model, store=folder, new_variants="off", server=memory
+        ) as engine,
     ):
         served = engine.decoder
         arguments = {
@@ -56,6 +64,7 @@ def _servers(model: str) -> Iterator[tuple[Any, Any]]:
             "max_model_len": served.context_length,
             "enable_prefix_caching": True,
             "disable_log_stats": True,
+            **memory,
         }
         plain = Serving(arguments | served.arguments)
         try:
@@ -67,7 +76,7 @@ def _servers(model: str) -> Iterator[tuple[Any, Any]]:
 def _requests(
     engine: Any, plain: Any, tokens: int
 ) -> tuple[Callable[[], object], Callable[[], object]]:
-    """The two requests for the first token of the same prompt."""
+    """Return two functions that ask for the first token of the same prompt."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
