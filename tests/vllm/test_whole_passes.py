@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -10,11 +11,13 @@ from typing import Any
 import pytest
 import torch
 
+from cachecraft_rag.compute import overlapped
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.types.documents import Chunk
 from cachecraft_rag.vllm.messages import Ask
 from cachecraft_rag.vllm.settings import ConnectorSettings
+from cachecraft_rag.vllm.worker import working
 from cachecraft_rag.vllm.worker.scheduling import Scheduling
 from cachecraft_rag.vllm.worker.working import Workers
 from tests.compute.whole_decoder import WholeDecoder
@@ -123,6 +126,31 @@ def test_requests_of_one_step_run_as_one_call_while_their_rows_fit(
     run(workers_with(narrow), fills)
     assert len(narrow.runs) == 3
     assert sum(rows for rows, _ in narrow.runs[1:]) == joint_rows
+
+
+def test_requests_that_would_take_long_together_run_as_one_call_each(
+    engine: Engine,
+    scheduling: Scheduling,
+    decoder: Decoder,
+    workers_with: Callable[..., Workers],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(overlapped, "LONGEST_CALL_S", math.inf)
+    monkeypatch.setattr(working, "LONGEST_CALL_S", 0.0)
+    model = WholeDecoder(decoder)
+    workers = workers_with(model)
+    asks = [
+        ask_of(engine, order, method={"selector": "cache_craft"})
+        for order in ([2, 0, 1], [0, 2, 1], [1, 0, 2])
+    ]
+    run(workers, [fill_of(scheduling, asks[0], "first")])  # the speed is known from now on
+    scheduling.ended({"first"})
+    model.runs.clear()
+    fills = [
+        fill_of(scheduling, ask, f"r{i}", first_block=20 * i) for i, ask in enumerate(asks[1:])
+    ]
+    run(workers, fills)
+    assert len(model.runs) == 2
 
 
 def test_captures_longer_passes_and_passes_that_drop_rows_run_layer_by_layer(

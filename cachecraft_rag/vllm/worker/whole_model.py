@@ -9,6 +9,7 @@ blocks stay as they are.
 - captures: raw keys are stored, and these layers rotate them
 - passes that wait for a disk or a remote between layers, or that drop rows on the way (early termination "published")
 - passes with more rows than vLLM's max_num_batched_tokens, for which its code is not compiled
+- passes that are expected to take longer than `LONGEST_CALL_S`, because a step cannot stop between their layers
 - all passes, if `check_whole_model` finds a difference
 """
 
