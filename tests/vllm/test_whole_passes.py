@@ -213,3 +213,30 @@ def test_a_wrong_forward_is_not_used_and_the_report_says_why(
             assert reason in report_of(workers, name)["layer_by_layer"]
     assert len(model.runs) == 1
     assert sum("layer by layer" in message for message in caplog.messages) == 1
+
+
+def test_a_forward_that_could_not_be_checked_is_not_used(
+    engine: Engine,
+    scheduling: Scheduling,
+    stack: BlockStack,
+    decoder: Decoder,
+    workers_with: Callable[..., Workers],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    layer = stack.layer
+    failures = [MemoryError("of this test")]
+
+    def fails_once(*arguments: Any, **how: Any) -> torch.Tensor:
+        if failures:
+            raise failures.pop()
+        return layer(*arguments, **how)
+
+    monkeypatch.setattr(stack, "layer", fails_once)
+    model = WholeDecoder(decoder)
+    workers = workers_with(model)
+    ask = ask_of(engine, [0, 2, 1])
+    fill = fill_of(scheduling, ask)
+    run(workers, [fill])
+    torch.testing.assert_close(filled(stack, fill), expected(engine, ask), rtol=0, atol=1e-5)
+    assert "of this test" in report_of(workers)["layer_by_layer"]
+    assert not model.runs

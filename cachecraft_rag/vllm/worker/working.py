@@ -165,7 +165,7 @@ class Workers:
                 self._step(
                     new, gone, rows, _SLICE_ALONE_S if alone and not idle else _SLICE_S, idle
                 )
-            # no single request caused it, so all of them are left to vLLM
+            # Whatever it is: inside vLLM it would end the server. No single request caused it, so all are left to vLLM.
             except Exception as error:
                 logger.exception("A step has failed")
                 # Several ranks may have stopped at different places and cannot continue together. A single rank can.
@@ -365,7 +365,7 @@ class Workers:
     def _give_up(self, filling: Filling) -> None:
         try:
             filling.give_up()
-        # no request waits for it, and if one rank raised, it would lose step with the others
+        # whatever it is: no request waits for it, and if one rank raised, it would lose step with the others
         except Exception:
             logger.exception("Giving up request %s failed", filling.fill.request_id)
 
