@@ -11,7 +11,7 @@ import os
 import secrets
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Annotated, Any
 
@@ -30,14 +30,26 @@ def main(
     """Print the milliseconds of both sides to the first token, pair by pair, and the ratio of their minima."""
     with _servers(model) as (engine, plain):
         ask_left, ask_plain = _requests(engine, plain, tokens)
-        series: dict[str, list[float]] = {"left_to_vllm": [], "plain": []}
-        for number in range(pairs + 1):
-            sides = [("left_to_vllm", ask_left), ("plain", ask_plain)]
-            for name, ask in sides if number % 2 else reversed(sides):
-                series[name].append(_milliseconds(ask))
-    counted = {name: values[1:] for name, values in series.items()}
-    ratio = min(counted["left_to_vllm"]) / min(counted["plain"])
-    print(json.dumps({"tokens": tokens, "milliseconds": counted, "ratio_of_minima": ratio}))
+        milliseconds = in_turn({"left_to_vllm": ask_left, "plain": ask_plain}, pairs)
+    ratio = min(milliseconds["left_to_vllm"]) / min(milliseconds["plain"])
+    print(json.dumps({"tokens": tokens, "milliseconds": milliseconds, "ratio_of_minima": ratio}))
+
+
+def in_turn(sides: Mapping[str, Callable[[], object]], pairs: int) -> dict[str, list[float]]:
+    """Return the milliseconds of each call, side by side; each pair begins with another side than the one before it.
+
+    One more pair warms up, and is not in the result.
+    """
+    milliseconds: dict[str, list[float]] = {name: [] for name in sides}
+    order = list(sides)
+    for number in range(pairs + 1):
+        for name in order:
+            began = time.perf_counter()
+            sides[name]()
+            if number:
+                milliseconds[name].append(1e3 * (time.perf_counter() - began))
+        order.reverse()
+    return milliseconds
 
 
 @contextmanager
@@ -110,9 +122,3 @@ def _requests(
         return list(plain.generate(prompt, params))
 
     return ask_left, ask_plain
-
-
-def _milliseconds(ask: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    ask()
-    return 1e3 * (time.perf_counter() - began)

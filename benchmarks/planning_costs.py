@@ -6,15 +6,18 @@ Python over tokens. Chunk-caches are in memory, and every chunk is reused in a n
 
 from __future__ import annotations
 
+import json
 import random
 import string
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from cachecraft_rag.types.documents import Chunk
 from cachecraft_rag.types.prompts import Prompt
@@ -70,6 +73,15 @@ def planning_times(tokens: int, *, repeats: int = 20) -> PlanningTimes:
         measured = [request.run() for request in requests][1:]
     best = [min(phase) for phase in zip(*measured, strict=True)]
     return PlanningTimes(requests[0].tokens, *best)
+
+
+def main(
+    repeats: Annotated[int, typer.Option(help="Requests of each length.", min=1)] = 20,
+) -> None:
+    """Print the milliseconds of each phase for prompts of 4,096, 8,192 and 16,384 tokens, a line of JSON each."""
+    for tokens in LENGTHS:
+        times = planning_times(tokens, repeats=repeats)
+        print(json.dumps(asdict(times) | {"total": times.total}), flush=True)
 
 
 class _Measured:
