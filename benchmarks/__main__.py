@@ -31,6 +31,7 @@ COMMANDS = {
     "naive-reuse": "Overlap of attention in a prompt, and wrong answers of naive reuse",
     "own-instruction": "Four orders of three documents after a client's own instruction, against vLLM alone",
     "papers": "The papers' figures, with our verdicts and the command for each",
+    "planning-costs": "CPU time of planning a request over vLLM, phase by phase",
     "prompt-forms": "What prompts in the forms of common applications reuse, passages in a new order each time",
     "plain-prompts": "Unmarked prompts against the same passages as documents",
     "premises": "What the papers presuppose, looked at on a model and data",

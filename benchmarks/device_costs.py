@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -16,10 +16,11 @@ import torch
 from benchmarks import late_device
 from benchmarks.gpu_model import CountedStack
 from benchmarks.late_device import Device
+from benchmarks.request_costs import KEY, Requests, Size, fill_of
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.types.captures import Capture, TokenScores
 from cachecraft_rag.types.variants import VariantKey
-from cachecraft_rag.vllm.messages import FIELD, Ask, Fill
+from cachecraft_rag.vllm.messages import Ask, Fill
 from cachecraft_rag.vllm.served_model import ModelIdentity
 from cachecraft_rag.vllm.settings import ConnectorSettings
 from cachecraft_rag.vllm.worker.ranks import OneRank
@@ -27,11 +28,7 @@ from cachecraft_rag.vllm.worker.scheduling import Scheduling
 from cachecraft_rag.vllm.worker.stack import WorkerStack
 from cachecraft_rag.vllm.worker.working import Workers
 
-if TYPE_CHECKING:
-    from benchmarks.request_costs import Requests, Size
-
 _BLOCK = 16
-_KEY = "the key of the counts"
 
 
 class BlockStack(CountedStack):
@@ -102,7 +99,7 @@ def count(size: Size, requests: Requests, folder: Path) -> dict[str, Any]:
     with _counted_device() as (device, kernels):
         stack: Any = BlockStack(size.layers)
         identity = ModelIdentity("2-" + "0" * 32, stack.layout, 1 << 20)
-        settings = ConnectorSettings(str(folder), identity, key=_KEY)
+        settings = ConnectorSettings(str(folder), identity, key=KEY)
         with ChunkCacheStore.open(folder, host_bytes=1 << 30) as store:
             _store_chunks(store, settings, requests.capture)
             workers = Workers(stack, store, settings, block_size=_BLOCK)
@@ -114,7 +111,10 @@ def count(size: Size, requests: Requests, folder: Path) -> dict[str, Any]:
                 kernels.clear()
                 stack.layer_calls = 0
                 stack.block_writes = 0
-                _serve(workers, _fill_of(scheduling, requests.reuse, name))
+                message = requests.reuse.message(KEY)
+                token_ids = requests.reuse.prompt.token_ids
+                fill = fill_of(scheduling, message, token_ids, block_size=_BLOCK, name=name)
+                _serve(workers, fill)
                 scheduling.ended({name})
             copies = [call for call in device.copy_calls if call.dtype.is_floating_point]
             figures = {
@@ -152,29 +152,6 @@ def _store_chunks(store: ChunkCacheStore, settings: ConnectorSettings, ask: Ask)
         )
         store.put(capture).result()
         before = (*before, segment.segment_id)
-
-
-def _fill_of(scheduling: Scheduling, ask: Ask, name: str) -> Fill:
-    """Return the fill that the scheduler's side makes of the request."""
-    tokens = ask.prompt.bounds[-1]
-    request: Any = SimpleNamespace(
-        request_id=name,
-        kv_transfer_params={FIELD: ask.message(_KEY)},
-        prompt_token_ids=ask.prompt.token_ids,
-        num_prompt_tokens=tokens,
-        prompt_embeds=None,
-        mm_features=[],
-        lora_request=None,
-        skip_reading_prefix_cache=False,
-        cache_salt=None,
-        sampling_params=SimpleNamespace(prompt_logprobs=None),
-        prefill_stats=None,
-    )
-    matched = scheduling.matched(request, 0)
-    assert matched, "the chunks are stored"
-    scheduling.allocated(request, tuple(range(-(-tokens // _BLOCK))), matched)
-    (fill,) = scheduling.take_fills()
-    return fill
 
 
 def _serve(workers: Workers, fill: Fill) -> None:

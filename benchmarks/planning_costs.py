@@ -6,16 +6,18 @@ Python over tokens. Chunk-caches are in memory, and every chunk is reused in a n
 
 from __future__ import annotations
 
+import json
 import random
 import string
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from cachecraft_rag.types.documents import Chunk
 from cachecraft_rag.types.prompts import Prompt
@@ -73,6 +75,15 @@ def planning_times(tokens: int, *, repeats: int = 20) -> PlanningTimes:
     return PlanningTimes(requests[0].tokens, *best)
 
 
+def main(
+    repeats: Annotated[int, typer.Option(help="Requests of each length.", min=1)] = 20,
+) -> None:
+    """Print the milliseconds of each phase for prompts of 4,096, 8,192 and 16,384 tokens, a line of JSON each."""
+    for tokens in LENGTHS:
+        times = planning_times(tokens, repeats=repeats)
+        print(json.dumps(asdict(times) | {"total": times.total}), flush=True)
+
+
 class _Measured:
     """One request, whose phases are timed one after the other."""
 
@@ -107,29 +118,13 @@ class _Measured:
         return Ask(prompt, config)
 
     def _fill(self, message: dict[str, object], token_ids: list[int]) -> Fill:
-        from cachecraft_rag.vllm.messages import FIELD
+        from benchmarks.request_costs import fill_of
         from cachecraft_rag.vllm.worker.scheduling import Scheduling
 
         scheduling = Scheduling(
             self._engine.store, _settings(self._engine), block_size=16, prefix_caching=False
         )
-        request: Any = SimpleNamespace(
-            request_id="request",
-            kv_transfer_params={FIELD: message},
-            prompt_token_ids=token_ids,
-            num_prompt_tokens=len(token_ids),
-            prompt_embeds=None,
-            mm_features=[],
-            lora_request=None,
-            skip_reading_prefix_cache=False,
-            sampling_params=SimpleNamespace(prompt_logprobs=None),
-            prefill_stats=None,
-        )
-        tokens = scheduling.matched(request, 0)
-        assert tokens, "the request is filled"
-        scheduling.allocated(request, tuple(range(-(-len(token_ids) // 16))), tokens)
-        (fill,) = scheduling.take_fills()
-        return fill
+        return fill_of(scheduling, message, token_ids, block_size=16)
 
     def _filling(self, fill: Fill) -> Filling:
         from cachecraft_rag.compute.balance.speed import ComputeSpeed

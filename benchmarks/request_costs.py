@@ -18,6 +18,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated, Any
 
 import numpy as np
@@ -29,7 +30,8 @@ from cachecraft_rag.cli.options import print_json
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.types.digests import digest
 from cachecraft_rag.types.prompts import Prompt, Segment
-from cachecraft_rag.vllm.messages import Ask
+from cachecraft_rag.vllm.messages import FIELD, Ask, Fill
+from cachecraft_rag.vllm.worker.scheduling import Scheduling
 
 KEY = "the key of the counts"
 _SYSTEM_TOKENS = 32
@@ -85,6 +87,35 @@ class Requests:
             when_stored=True,
         )
         return cls(reuse, capture)
+
+
+def fill_of(
+    scheduling: Scheduling,
+    message: dict[str, object],
+    token_ids: list[int],
+    *,
+    block_size: int,
+    name: str = "request",
+) -> Fill:
+    """Return the fill that the scheduler's side makes of a request of vLLM's with this message; blocks count from 0."""
+    request: Any = SimpleNamespace(
+        request_id=name,
+        kv_transfer_params={FIELD: message},
+        prompt_token_ids=token_ids,
+        num_prompt_tokens=len(token_ids),
+        prompt_embeds=None,
+        mm_features=[],
+        lora_request=None,
+        skip_reading_prefix_cache=False,
+        cache_salt=None,
+        sampling_params=SimpleNamespace(prompt_logprobs=None),
+        prefill_stats=None,
+    )
+    tokens = scheduling.matched(request, 0)
+    assert tokens, "its chunks are stored"
+    scheduling.allocated(request, tuple(range(-(-len(token_ids) // block_size))), tokens)
+    (fill,) = scheduling.take_fills()
+    return fill
 
 
 def measure(size: Size, folder: Path) -> dict[str, Any]:

@@ -10,12 +10,14 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.request_costs import KEY, Requests, Size
+from benchmarks.vllm_families import ENVIRONMENT, byte_tokenizer
 from cachecraft_rag.engine.config import EngineConfig
 from cachecraft_rag.store import StoreConfig
 from cachecraft_rag.vllm.messages import FIELD, Ask
@@ -23,21 +25,8 @@ from cachecraft_rag.vllm.options import VLLMOptions
 from cachecraft_rag.vllm.served_model import VLLMModel
 from cachecraft_rag.vllm.settings import ConnectorSettings
 
-if TYPE_CHECKING:
-    from benchmarks.request_costs import Requests, Size
-
-_KEY = "the key of the counts"
 _NAMESPACE = "default"
 _REPEATS = 5  # requests of which the fastest counts, phase by phase
-_ENVIRONMENT = {
-    "VLLM_PLUGINS": "cachecraft",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "TORCHDYNAMO_DISABLE": "1",
-}
 
 
 class Operations(TorchDispatchMode):
@@ -239,7 +228,7 @@ def _served(
     size: Size, folder: Path, tally: Tally
 ) -> Iterator[Callable[[Ask | list[int]], dict[str, Any]]]:
     """Yield a function that serves one request for one token and returns its report ({} for a plain prompt)."""
-    os.environ.update(_ENVIRONMENT)
+    os.environ.update(ENVIRONMENT)
     connect = sqlite3.connect
 
     def traced(*args: Any, **named: Any) -> sqlite3.Connection:
@@ -247,13 +236,13 @@ def _served(
         connection.set_trace_callback(tally.statement)
         return connection
 
-    model = _checkpoint(size, folder / "model")
+    model = save_tiny_llama(folder / "model", layers=size.layers)
     from vllm import LLM, SamplingParams
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
     served = VLLMModel.load(str(model), dtype="float32", options=VLLMOptions.from_values({}))
     config = EngineConfig(namespace=_NAMESPACE, store=StoreConfig(host_bytes=1 << 30))
-    settings = ConnectorSettings(str(folder / "store"), served.identity, config, _KEY)
+    settings = ConnectorSettings(str(folder / "store"), served.identity, config, KEY)
     longest = size.tokens + 1024
     arguments: dict[str, Any] = {
         "dtype": "float32",
@@ -278,7 +267,7 @@ def _served(
                 "prompt_token_ids": ask.prompt.token_ids,
                 "cache_salt": ask.cache_salt(_NAMESPACE),
             }
-            extra = {"kv_transfer_params": {FIELD: ask.message(_KEY)}}
+            extra = {"kv_transfer_params": {FIELD: ask.message(KEY)}}
         params = SamplingParams(max_tokens=1, temperature=0, detokenize=False, extra_args=extra)
         (output,) = llm.generate([prompt], [params], use_tqdm=False)
         report: dict[str, Any] = (output.kv_transfer_params or {}).get(FIELD, {})
@@ -291,11 +280,9 @@ def _served(
         cleanup_dist_env_and_memory()
 
 
-def _checkpoint(size: Size, folder: Path) -> Path:
-    """Write a tiny random Llama with this many layers."""
+def save_tiny_llama(folder: Path, *, layers: int) -> Path:
+    """Save a random Llama with this many layers, which computes little, and its tokenizer; return the folder."""
     import transformers
-
-    from benchmarks.gpu import byte_tokenizer
 
     tokenizer = byte_tokenizer()
     torch.manual_seed(0)
@@ -303,7 +290,7 @@ def _checkpoint(size: Size, folder: Path) -> Path:
         vocab_size=512,
         hidden_size=32,
         intermediate_size=32,
-        num_hidden_layers=size.layers,
+        num_hidden_layers=layers,
         num_attention_heads=1,
         num_key_value_heads=1,
         head_dim=32,

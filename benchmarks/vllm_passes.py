@@ -17,7 +17,8 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from benchmarks.vllm_families import ENVIRONMENT, byte_tokenizer
+from benchmarks.vllm_costs import save_tiny_llama
+from benchmarks.vllm_families import ENVIRONMENT
 from cachecraft_rag.compute.driver import prefill
 from cachecraft_rag.compute.job import PrefillJob
 from cachecraft_rag.compute.kv_buffer import ResidentKV
@@ -36,29 +37,11 @@ _EVERY = 7  # every seventh token of a chunk is recomputed
 def running(folder: Path, *, layers: int, compiled: bool) -> tuple[Any, Any]:
     """Start vLLM over a tiny Llama in this process; return it and its `WorkerStack`."""
     os.environ.update(ENVIRONMENT | {"TORCHDYNAMO_DISABLE": "0" if compiled else "1"})
-    import transformers
     from vllm import LLM
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    tokenizer = byte_tokenizer()
-    config = transformers.LlamaConfig(
-        vocab_size=512,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=layers,
-        num_attention_heads=1,
-        num_key_value_heads=1,
-        head_dim=32,
-        max_position_embeddings=2048,
-        pad_token_id=0,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        tie_word_embeddings=False,
-    )
-    torch.manual_seed(0)
-    transformers.LlamaForCausalLM(config).float().save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
-    served = VLLMModel.load(str(folder / "model"), dtype="float32", options=VLLMOptions())
+    model = save_tiny_llama(folder / "model", layers=layers)
+    served = VLLMModel.load(str(model), dtype="float32", options=VLLMOptions())
     settings = ConnectorSettings(str(folder / "store"), served.identity, EngineConfig(), "a key")
     given: dict[str, Any] = {
         "dtype": "float32",
@@ -69,7 +52,7 @@ def running(folder: Path, *, layers: int, compiled: bool) -> tuple[Any, Any]:
         "kv_transfer_config": settings.transfer_config(),
         "disable_log_stats": True,
     }
-    server: Any = LLM(model=str(folder / "model"), **(given | served.arguments))
+    server: Any = LLM(model=str(model), **(given | served.arguments))
     connector: Any = get_kv_transfer_group()
     return server, connector._workers._stack
 

@@ -43,6 +43,10 @@ from cachecraft_rag.planning.early_termination import FocusMonitor, focus_score
 from cachecraft_rag.planning.planner import Plan
 from cachecraft_rag.store.loading.pending import PendingLoads
 
+# Longest expected time of a call that runs all layers of a pass, in seconds: other requests wait for its end. A longer
+# pass runs layer by layer, where a driver can stop; launching its layers is a small part of its time.
+LONGEST_CALL_S = 0.25
+
 
 @dataclass(frozen=True, slots=True)
 class Wait:
@@ -248,7 +252,7 @@ class OverlappedPrefill:
         def place(layer: int) -> None:
             self._place(layer, resident_before_edge, below=edge)
 
-        if self._can_run_at_once(row_pass):
+        if self._can_run_at_once(row_pass, self._layers):
             yield from self._run_at_once(row_pass, self._layers, place)
         while row_pass.layer < self._layers:
             place(row_pass.layer)
@@ -289,7 +293,7 @@ class OverlappedPrefill:
             if layer > 0:
                 self._late_segments |= set(self._rows.segment[late].tolist())
             yield from self._join(row_pass, late)
-            if focus is None and self._can_run_at_once(row_pass, is_loaded=is_loaded):
+            if focus is None and self._can_run_at_once(row_pass, self._layers, is_loaded=is_loaded):
                 yield from self._run_at_once(row_pass, self._layers, place)
                 break
             place(layer)
@@ -344,7 +348,7 @@ class OverlappedPrefill:
             is_loaded = self._loads.is_complete()
             late = yield from self._wait_for_layer(row_pass.layer, row_pass, take_over=False)
             yield from self._join(row_pass, late)
-            if self._can_run_at_once(row_pass, is_loaded=is_loaded):
+            if self._can_run_at_once(row_pass, probe.layers, is_loaded=is_loaded):
                 yield from self._run_at_once(row_pass, probe.layers, place)
                 break
             place(row_pass.layer)
@@ -448,11 +452,12 @@ class OverlappedPrefill:
         self._row_layers += len(row_pass.positions)
         yield Forward(row_pass)
 
-    def _can_run_at_once(self, row_pass: RowPass, *, is_loaded: bool = True) -> bool:
-        """Return True if the stack's `whole_model` can run this pass: nothing happens between its layers.
+    def _can_run_at_once(self, row_pass: RowPass, layers: int, *, is_loaded: bool = True) -> bool:
+        """Return True if the stack's `whole_model` can run this pass: nothing has to happen between its layers.
 
         Args:
             row_pass: the pass.
+            layers: number of layers.
             is_loaded: True if the pass will wait for no loads; ranks may differ.
         """
         model = self._stack.whole_model
@@ -460,13 +465,24 @@ class OverlappedPrefill:
             return False
         if len(row_pass.positions) > model.most_rows:
             return False
-        return not self._stack.ranks.agree(frozenset(() if is_loaded else ("loading",)))
+        can_run = is_loaded and self._expected_s(row_pass, layers) <= LONGEST_CALL_S
+        return not self._stack.ranks.agree(frozenset(() if can_run else ("layer by layer",)))
+
+    def _expected_s(self, row_pass: RowPass, layers: int) -> float:
+        """Return how long the host will be busy with these layers of a pass; 0 if no pass was measured yet.
+
+        Also 0 if it launches them without waiting for a GPU.
+        """
+        if self._runs_ahead or not self._speed.known:
+            return 0.0
+        rows = self._speed.rows(row_pass.positions)
+        return self._speed.seconds(rows) * layers / self._layers
 
     def _run_at_once(
         self, row_pass: RowPass, layers: int, place: Callable[[int], None]
     ) -> Generator[Step, bool, None]:
         self._row_layers += layers * len(row_pass.positions)
-        row_pass.at_once = AtOnce(layers, place)
+        row_pass.at_once = AtOnce(layers, place, self._expected_s(row_pass, layers))
         yield Forward(row_pass)
 
     def _wait_for_layer(

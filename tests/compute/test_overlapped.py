@@ -476,6 +476,22 @@ def test_a_pass_runs_at_once_if_it_waits_for_nothing(
     assert model.runs == ([(len(rows.open()), 6)] if is_loaded else [])
 
 
+@pytest.mark.parametrize(("pass_s", "calls"), [(0.01, 1), (100.0, 0)])
+def test_a_pass_that_would_take_long_runs_layer_by_layer_so_that_others_can_come_between(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch, pass_s: float, calls: int
+) -> None:
+    job = PrefillJob(IDS, Rows.of(BOUNDS, new=range(BOUNDS[-1])))
+    expected = prefill(decoder, job)
+    model = WholeDecoder(decoder)
+    monkeypatch.setattr(decoder, "whole_model", model)
+    speed = ComputeSpeed(decoder.keys_per_row)
+    speed.measured(speed.rows(range(BOUNDS[-1])), pass_s, kind="piece")
+    no_loads = PendingLoads.of_nothing(decoder.layout.layers)
+    result = run(decoder, OverlappedPrefill(decoder, job, no_loads, speed).steps())
+    torch.testing.assert_close(result.buffer.kv, expected.buffer.kv, rtol=0, atol=1e-5)
+    assert len(model.runs) == calls
+
+
 def probe_of(chunks: Sequence[int] = (1, 2, 3), in_full: Sequence[int] = ()) -> ProbeRequest:
     """Chooses, of each of these chunks, the 15 tokens that were seen most and have not been lost."""
 

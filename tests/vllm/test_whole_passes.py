@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -10,11 +11,13 @@ from typing import Any
 import pytest
 import torch
 
+from cachecraft_rag.compute import overlapped
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.types.documents import Chunk
 from cachecraft_rag.vllm.messages import Ask
 from cachecraft_rag.vllm.settings import ConnectorSettings
+from cachecraft_rag.vllm.worker import working
 from cachecraft_rag.vllm.worker.scheduling import Scheduling
 from cachecraft_rag.vllm.worker.working import Workers
 from tests.compute.whole_decoder import WholeDecoder
@@ -125,6 +128,31 @@ def test_requests_of_one_step_run_as_one_call_while_their_rows_fit(
     assert sum(rows for rows, _ in narrow.runs[1:]) == joint_rows
 
 
+def test_requests_that_would_take_long_together_run_as_one_call_each(
+    engine: Engine,
+    scheduling: Scheduling,
+    decoder: Decoder,
+    workers_with: Callable[..., Workers],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(overlapped, "LONGEST_CALL_S", math.inf)
+    monkeypatch.setattr(working, "LONGEST_CALL_S", 0.0)
+    model = WholeDecoder(decoder)
+    workers = workers_with(model)
+    asks = [
+        ask_of(engine, order, method={"selector": "cache_craft"})
+        for order in ([2, 0, 1], [0, 2, 1], [1, 0, 2])
+    ]
+    run(workers, [fill_of(scheduling, asks[0], "first")])  # the speed is known from now on
+    scheduling.ended({"first"})
+    model.runs.clear()
+    fills = [
+        fill_of(scheduling, ask, f"r{i}", first_block=20 * i) for i, ask in enumerate(asks[1:])
+    ]
+    run(workers, fills)
+    assert len(model.runs) == 2
+
+
 def test_captures_longer_passes_and_passes_that_drop_rows_run_layer_by_layer(
     engine: Engine,
     scheduling: Scheduling,
@@ -185,3 +213,30 @@ def test_a_wrong_forward_is_not_used_and_the_report_says_why(
             assert reason in report_of(workers, name)["layer_by_layer"]
     assert len(model.runs) == 1
     assert sum("layer by layer" in message for message in caplog.messages) == 1
+
+
+def test_a_forward_that_could_not_be_checked_is_not_used(
+    engine: Engine,
+    scheduling: Scheduling,
+    stack: BlockStack,
+    decoder: Decoder,
+    workers_with: Callable[..., Workers],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    layer = stack.layer
+    failures = [MemoryError("of this test")]
+
+    def fails_once(*arguments: Any, **how: Any) -> torch.Tensor:
+        if failures:
+            raise failures.pop()
+        return layer(*arguments, **how)
+
+    monkeypatch.setattr(stack, "layer", fails_once)
+    model = WholeDecoder(decoder)
+    workers = workers_with(model)
+    ask = ask_of(engine, [0, 2, 1])
+    fill = fill_of(scheduling, ask)
+    run(workers, [fill])
+    torch.testing.assert_close(filled(stack, fill), expected(engine, ask), rtol=0, atol=1e-5)
+    assert "of this test" in report_of(workers)["layer_by_layer"]
+    assert not model.runs

@@ -152,8 +152,7 @@ class WorkerStack:
             k = in_order(k, layer.order)
             try:
                 return layer_pass.attend(index, q, k, v, layer.settings).reshape(query.shape[0], -1)
-            except Exception as error:  # noqa: BLE001  # raised again below
-                # Not raised here: the layer continues with sums over all ranks, where the others wait.
+            except Exception as error:  # noqa: BLE001  # any: raised below, after the sums of all ranks
                 raised.append(error)
                 return torch.zeros_like(query)
 

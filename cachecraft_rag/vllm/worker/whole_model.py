@@ -9,6 +9,7 @@ blocks stay as they are.
 - captures: raw keys are stored, and these layers rotate them
 - passes that wait for a disk or a remote between layers, or that drop rows on the way (early termination "published")
 - passes with more rows than vLLM's max_num_batched_tokens, for which its code is not compiled
+- passes that are expected to take longer than `LONGEST_CALL_S`, because a step cannot stop between their layers
 - all passes, if `check_whole_model` finds a difference
 """
 
@@ -77,7 +78,7 @@ class VLLMForward:
                     )
                     if attended is not None:
                         output.copy_(attended.view_as(output))
-            except Exception as error:  # noqa: BLE001  # raised again below
+            except Exception as error:  # noqa: BLE001  # any: raised below, after the sums of all ranks
                 raised.append(error)
             if is_last:
                 raise _PassEnded
@@ -151,21 +152,19 @@ def check_whole_model(stack: WorkerStack, model: WholeModel) -> str:
     The prompt has a stored chunk whose drift is corrected. With several ranks, all of them have to call it.
     """
     job = _job_of_check(stack)
+    expected = prefill(stack, job).buffer.kv
+    stack.whole_model = model
     try:
-        expected = prefill(stack, job).buffer.kv
-    finally:
-        stack.whole_model = model
-    try:
-        found = prefill(stack, job).buffer.kv
+        computed = prefill(stack, job).buffer.kv
     finally:
         stack.whole_model = None
-    computed = torch.from_numpy(job.rows.open()).to(stack.device)
+    rows = torch.from_numpy(job.rows.open()).to(stack.device)
     is_stale = torch.ones(_BOUNDS[-1], dtype=torch.bool, device=stack.device)
-    is_stale[computed] = False
+    is_stale[rows] = False
     largest = 0.0
-    for which in (~is_stale, is_stale):
-        wanted = expected[:, :, which].float().flatten(2)
-        difference = found[:, :, which].float().flatten(2) - wanted
+    for tokens in (~is_stale, is_stale):
+        wanted = expected[:, :, tokens].float().flatten(2)
+        difference = computed[:, :, tokens].float().flatten(2) - wanted
         relative = difference.norm(dim=-1) / wanted.norm(dim=-1).clamp(min=1e-6)
         # NaN is not larger than anything, and must not pass
         largest = max(largest, float(torch.nan_to_num(relative, nan=float("inf")).max()))

@@ -23,6 +23,7 @@ from cachecraft_rag.compute.balance.speed import ComputeSpeed
 from cachecraft_rag.compute.captures.write_back import CaptureContext, Ended, WriteBackQueue
 from cachecraft_rag.compute.driver import Work, run
 from cachecraft_rag.compute.job import PrefillResult
+from cachecraft_rag.compute.overlapped import LONGEST_CALL_S
 from cachecraft_rag.compute.row_pass import RowPass, advance
 from cachecraft_rag.compute.stack import WholeModel
 from cachecraft_rag.kernels.gpu.streams import sent
@@ -39,9 +40,9 @@ from cachecraft_rag.vllm.worker.whole_model import check_whole_model
 
 logger = logging.getLogger("cachecraft_rag.vllm")
 
-# Time per step that is spent on filling, though at least one layer of one pass is computed, or all of them at once:
-# then, as in vLLM's own prefill, up to max_num_batched_tokens rows. A step costs vLLM some milliseconds, and a request
-# that arrives during a step waits for its end.
+# Time per step after which filling stops. At least one layer of a group of passes is computed, or all layers in one
+# call that is expected to take at most `LONGEST_CALL_S`. A step costs vLLM some milliseconds, and a request that
+# arrives during a step waits for its end.
 _SLICE_S = 0.05  # while vLLM's own requests wait for the step
 _SLICE_ALONE_S = 0.25  # while vLLM has nothing to compute
 # while requests run, the thread that describes captures pauses this many times as long as it worked
@@ -164,7 +165,7 @@ class Workers:
                 self._step(
                     new, gone, rows, _SLICE_ALONE_S if alone and not idle else _SLICE_S, idle
                 )
-            # no single request caused it, so all of them are left to vLLM
+            # Whatever it is: inside vLLM it would end the server. No single request caused it, so all are left to vLLM.
             except Exception as error:
                 logger.exception("A step has failed")
                 # Several ranks may have stopped at different places and cannot continue together. A single rank can.
@@ -364,7 +365,7 @@ class Workers:
     def _give_up(self, filling: Filling) -> None:
         try:
             filling.give_up()
-        # no request waits for it, and if one rank raised, it would lose step with the others
+        # whatever it is: no request waits for it, and if one rank raised, it would lose step with the others
         except Exception:
             logger.exception("Giving up request %s failed", filling.fill.request_id)
 
@@ -394,23 +395,30 @@ class Workers:
     def _group(self, idle: bool) -> list[Filling]:
         """Return the first filling that can compute, and all others that run the same layers next.
 
-        New variants are included only if `idle`. Others join while their rows fit the reserved memory of a GPU, and
-        those that the model's own forward takes.
+        New variants are included only if `idle`. Others join while their rows fit the reserved memory of a GPU and,
+        in one call for all layers, the rows and the time of such a call.
         """
         group: list[Filling] = []
         first: RowPass | None = None
         rows = 0
+        expected_s = 0.0
         for filling in self._fillings.values():
             row_pass = filling.row_pass
             if row_pass is None or (filling.fill.ask.waits and not idle):
                 continue
-            more = len(row_pass.positions)
+            joint_rows = rows + len(row_pass.positions)
+            joint_s = expected_s + (row_pass.at_once.expected_s if row_pass.at_once else 0.0)
+            # several ranks must form the same groups, so they ignore the clock
+            is_too_long = self._ranks.size == 1 and joint_s > LONGEST_CALL_S
             if first is None:
                 first = row_pass
-            elif not row_pass.runs_with(first) or rows + more > self._most_rows(first):
+            elif (
+                not row_pass.runs_with(first) or joint_rows > self._most_rows(first) or is_too_long
+            ):
                 continue
             group.append(filling)
-            rows += more
+            rows = joint_rows
+            expected_s = joint_s
         return group
 
     def _most_rows(self, row_pass: RowPass) -> float:
