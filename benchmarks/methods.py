@@ -75,14 +75,14 @@ _ABLATIONS = (
     ),
     Method("no_causality", "Cache-Craft Table 3", _fixed(_paper()(0.0))),
     Method("no_drift", "this package", _ours(drift=0.0), takes_ratio=True),
-    Method("scattered", "this package", _ours(nearest_share=0.0), takes_ratio=True),
+    Method("scattered", "this package", _ours(), takes_ratio=True),
     # the default of 25 to 29 November 2026
     Method("nearest", "this package", _ours(nearest_share=0.35), takes_ratio=True),
     # the default before
     Method(
         "earlier_default",
         "this package",
-        _ours(nearest_share=0.0, probe_min_rows=128),
+        _ours(probe_min_rows=128),
         takes_ratio=True,
     ),
     Method("no_shared_budget", "this package", _ours(budget_scope="chunk"), takes_ratio=True),
@@ -104,7 +104,7 @@ def methods_for(dataset: Dataset, *, lingua2_model: str | None = None) -> dict[s
         lingua2_model: LLMLingua-2 model, name or folder.
     """
     chunks = {chunk.chunk_id: chunk for document in dataset.documents for chunk in document}
-    found = [
+    methods = [
         FULL_PREFILL,
         METHODS["prefix_cache"],
         Method("set_cache", _CRAFT, _fixed(PLAIN.with_method(scope="set", drift=0.0))),
@@ -123,7 +123,7 @@ def methods_for(dataset: Dataset, *, lingua2_model: str | None = None) -> dict[s
         Method(
             "question_alone",
             "ProphetKV, QCFuse",
-            _ours(drift=0.0, nearest_share=0.0),
+            _ours(drift=0.0),
             takes_ratio=True,
             prepare=question_alone,
         ),
@@ -143,7 +143,7 @@ def methods_for(dataset: Dataset, *, lingua2_model: str | None = None) -> dict[s
                 model, tokenizer=engine.decoder.tokenizer, device=str(engine.decoder.device)
             )
         )
-        found.append(
+        methods.append(
             Method("lingua2", _CRAFT, FULL_PREFILL.config, takes_ratio=True, prepare=prepare)
         )
-    return {method.name: method for method in found} | dict(ABLATIONS)
+    return {method.name: method for method in methods} | dict(ABLATIONS)

@@ -1,8 +1,8 @@
 """`python -m benchmarks rows`: what each recomputed row buys, in right answers, divergence and time.
 
 Ways to spend recomputed rows are compared question by question, each with several recompute ratios. The scattered rows
-are those of the selector "question". The nearest chunk is the one directly before the question. Which chunks are in
-focus, the probe says (`planning.early_termination`).
+are those of the selector "question". The nearest chunk is the one directly before the question. The probe decides which
+chunks are in focus (`planning.early_termination`).
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ BASELINE = ("nearest", 0.15)  # what the answers of the other methods are paired
 
 
 def focused_in_full(facts: Sequence[TokenFacts], budgets: Sequence[int]) -> list[int]:
-    """Return the budgets with all tokens for the chunk with the highest focus score; as they are before the probe."""
-    scores = [0.0 if one.probed is None else focus_score(one.probed) for one in facts]
+    """Return the budgets, but all tokens for the chunk with the highest focus score; before the probe, no change."""
+    scores = [0.0 if chunk.probed is None else focus_score(chunk.probed) for chunk in facts]
     most = max(scores, default=0.0)
     return [
-        one.tokens if score == most > 0.0 else budget
-        for one, score, budget in zip(facts, scores, budgets, strict=True)
+        chunk.tokens if score == most > 0.0 else budget
+        for chunk, score, budget in zip(facts, scores, budgets, strict=True)
     ]
 
 
@@ -105,20 +105,20 @@ def chosen(names: str) -> list[Method]:
     Raises:
         ConfigError: a name is unknown, or a ratio is no number.
     """
-    found = []
-    for one in names.split(","):
-        name, at, ratio = one.strip().partition("@")
+    ways = []
+    for text in names.split(","):
+        name, at, ratio = text.strip().partition("@")
         (way,) = methods_named([name], WAYS)
         if at:
             (value,) = options.numbers(ratio)
             way = replace(
                 way,
-                name=one.strip(),
+                name=text.strip(),
                 config=partial(_at, Trial(way, value)),
                 takes_ratio=False,
             )
-        found.append(way)
-    return found
+        ways.append(way)
+    return ways
 
 
 def _at(trial: Trial, _: float) -> ReuseConfig:
@@ -138,9 +138,11 @@ def rotated(dataset: Dataset) -> Dataset:
     asked = []
     for number, question in enumerate(dataset.questions):
         page = f"{question.question_id.rpartition('#')[0]}.md"
-        own = next(one for one in question.passages if one.metadata["source"] == page)
-        passages = [one for one in question.passages if one is not own]
-        passages.insert(number % len(question.passages), own)
+        answer = next(
+            passage for passage in question.passages if passage.metadata["source"] == page
+        )
+        passages = [passage for passage in question.passages if passage is not answer]
+        passages.insert(number % len(question.passages), answer)
         asked.append(replace(question, passages=tuple(passages)))
     return replace(dataset, questions=tuple(asked))
 
@@ -171,22 +173,24 @@ ORDERS: Mapping[str, Callable[[Dataset], Dataset]] = {
 
 
 def _right_of_baseline(records: Sequence[Record], columns: Columns) -> Estimate | None:
-    today = columns.get(label(*BASELINE))
-    if today is None:
+    baseline = columns.get(label(*BASELINE))
+    if baseline is None:
         return None
     pairs = [
-        (float(one.right), float(other.right))
-        for one, other in zip(records, today, strict=True)
-        if one.right is not None and other.right is not None
+        (float(record.right), float(base.right))
+        for record, base in zip(records, baseline, strict=True)
+        if record.right is not None and base.right is not None
     ]
     return Estimate(paired_interval(*zip(*pairs, strict=True)), len(pairs)) if pairs else None
 
 
 def _kl_of_baseline(records: Sequence[Record], columns: Columns) -> Estimate | None:
-    today = columns.get(label(*BASELINE))
-    if today is None:
+    baseline = columns.get(label(*BASELINE))
+    if baseline is None:
         return None
-    interval = paired_interval([one.kl for one in records], [one.kl for one in today])
+    interval = paired_interval(
+        [record.kl for record in records], [record.kl for record in baseline]
+    )
     return Estimate(interval, len(records))
 
 
@@ -214,8 +218,8 @@ class Comparing:
 
     ways   comma-separated: full_cache (nothing recomputed), scattered, nearest (that chunk in full too), cfo (by CFO),
            cfo_nearest (both), focused (the chunk that the question attends to most in full, too), only_in_focus
-           (nothing of chunks out of focus); all without it. One with a ratio, such as nearest@0.15, runs at this one
-           only, others at all of --ratios
+           (nothing of chunks out of focus); without this option all. A way with a ratio, such as nearest@0.15, runs at
+           this ratio only, others at all of --ratios
     order  of the passages. given: as in the data. rotated: the look-alike page with the answer in each place equally
            often. retrieved: those that the bundled embedding model finds, the best last
     """

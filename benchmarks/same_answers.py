@@ -45,7 +45,7 @@ class Group:
     reuse     fields of `ReuseConfig` and of its method
     sampling  fields of `SamplingParams`
     at_once   requests that are asked together
-    plain     the chunks come as text that nobody marked
+    plain     the chunks are part of the question, as unmarked text
     sessions  requests belong to one of two sessions, and have a history
     """
 
@@ -146,12 +146,12 @@ def answers(model: str, requests: int) -> Iterator[dict[str, Any]]:
 
 
 async def _together(engine: Engine, group: Group, numbers: range) -> list[dict[str, Any]]:
-    """Ask in order, without waiting for the answers: which one comes first is no chance."""
+    """Ask in order, without waiting for the answers, so that the order in which they run is always the same."""
     return await asyncio.gather(*(_answer(engine, group, number) for number in numbers))
 
 
 def _reuse(settings: Mapping[str, Any]) -> ReuseConfig:
-    """Settings by name, of which older checkouts hold all in `ReuseConfig` itself, as far as they know them."""
+    """Return the settings with these names that this checkout knows; older ones have no `ReuseMethod`."""
     known = {field.name for field in fields(ReuseConfig)}
     config = ReuseConfig(**{name: value for name, value in settings.items() if name in known})
     if "method" not in known:
@@ -222,7 +222,7 @@ def main(
     with tempfile.TemporaryDirectory() as folder:
         if model == "tiny":
             tiny_model(Path(folder))
-        found = []
+        outputs = []
         for checkout, interpreter in (
             (path, pythons[path]) for path in (Path(__file__).parents[1], against.resolve())
         ):
@@ -230,18 +230,18 @@ def main(
             output = subprocess.check_output(
                 [interpreter, "-P", "-c", _START, *given], env=dict(os.environ), text=True
             )
-            found.append([json.loads(line) for line in output.splitlines()])
+            outputs.append([json.loads(line) for line in output.splitlines()])
     equal = 0
-    for ours, theirs in zip(*found, strict=True):
+    for ours, theirs in zip(*outputs, strict=True):
         equal += ours == theirs
         for name in ours:
             if ours[name] != theirs[name]:
                 typer.echo(f"{ours['request']}: {name}: {ours[name]} here, {theirs[name]} there")
-    typer.echo(f"{equal} of {len(found[0])} equal")
-    if equal < len(found[0]):
+    typer.echo(f"{equal} of {len(outputs[0])} equal")
+    if equal < len(outputs[0]):
         sys.exit(1)
 
 
 if __name__ == "__main__":  # in a process for one checkout
-    for one in answers(sys.argv[1], int(sys.argv[2])):
-        sys.stdout.write(json.dumps(one) + "\n")
+    for answer in answers(sys.argv[1], int(sys.argv[2])):
+        sys.stdout.write(json.dumps(answer) + "\n")

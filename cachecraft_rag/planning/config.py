@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import wraps
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, Literal, Self, get_args
 
@@ -124,8 +126,23 @@ class ReuseMethod:
 
 _METHOD_NAMES = tuple(setting.name for setting in fields(ReuseMethod))
 _IN_METHOD = MappingProxyType({name: f"method.{name}" for name in _METHOD_NAMES})
+_AS_ARGUMENT = MappingProxyType({name: f"method=ReuseMethod({name}=…)" for name in _METHOD_NAMES})
 
 
+def _with_checked_names(config: type[ReuseConfig]) -> type[ReuseConfig]:
+    """Make unknown names a ConfigError, which also shows where a setting of the method belongs."""
+    initialise: Callable[..., None] = config.__init__
+
+    @wraps(initialise)
+    def checked(self: ReuseConfig, /, *values: object, **named: object) -> None:
+        check_names(named, config.__match_args__, what="setting of reuse", hints=_AS_ARGUMENT)
+        initialise(self, *values, **named)
+
+    config.__init__ = checked  # type: ignore[method-assign]
+    return config
+
+
+@_with_checked_names
 @dataclass(frozen=True, slots=True)
 class ReuseConfig:
     """Settings of reuse.
@@ -222,7 +239,7 @@ class ReuseConfig:
         >>> ReuseConfig().changed_by({"capture": False, "method": {"drift": 0}}).differences(ReuseConfig())
         ['capture', 'method.drift']
         """
-        check_names(values, [name.name for name in fields(self)], hints=_IN_METHOD)
+        check_names(values, self.__match_args__, hints=_IN_METHOD)
         of_method = values.get("method", {})
         check_mapping("method", of_method)
         check_names(of_method, _METHOD_NAMES, what="setting of method")
@@ -231,12 +248,11 @@ class ReuseConfig:
 
     def differences(self, other: ReuseConfig) -> list[str]:
         """Return the names of the settings that differ, in the order of the fields; the method's as "method.…"."""
-        names = [name.name for name in fields(self) if name.name != "method"]
-        changed = [name for name in names if getattr(self, name) != getattr(other, name)]
-        return changed + [
-            f"method.{name}"
-            for name in _METHOD_NAMES
-            if getattr(self.method, name) != getattr(other.method, name)
+        names = [setting.name for setting in fields(self) if setting.name != "method"]
+        return [
+            name
+            for name in (*names, *_IN_METHOD.values())
+            if attrgetter(name)(self) != attrgetter(name)(other)
         ]
 
     @property

@@ -74,10 +74,10 @@ _FOLLOWS: dict[str | None, set[str]] = {
 
 def checked_chunks(chunks: Iterable[Chunk]) -> list[Chunk]:
     """Return the chunks as a new list; raise ConfigError unless all are `Chunk` objects."""
-    found = listed("chunks", chunks)  # a generator gives its items only once
-    if not all(isinstance(chunk, Chunk) and isinstance(chunk.text, str) for chunk in found):
+    items = listed("chunks", chunks)  # a generator gives its items only once
+    if not all(isinstance(chunk, Chunk) and isinstance(chunk.text, str) for chunk in items):
         raise ConfigError("chunks must be Chunk objects: write Chunk(text)")
-    return found
+    return items
 
 
 def check_history(history: object) -> None:
@@ -325,13 +325,13 @@ class PromptBuilder:
                 f"{self._context_length}. Shorten the prompt, or lower max_new_tokens."
             )
         pieces = [PromptPiece(ids[1:], is_searched=True)]
-        found = None
+        segments = None
         if recognise is not None:
-            found = segments_of(pieces, self.kinds, recognise, private=private, repeated=True)
-        if found is None:
+            segments = segments_of(pieces, self.kinds, recognise, private=private, repeated=True)
+        if segments is None:
             return Prompt((_question_segment([PromptPiece(ids, is_searched=True)]),), room=room)
         head = Segment("system", digest("system", str(ids[0])), token_array(ids[:1]), private=True)
-        return Prompt((head, *found), room=room)
+        return Prompt((head, *segments), room=room)
 
     def _stale_ids(self, chunks: Sequence[Chunk]) -> tuple[tuple[str, str], ...]:
         """Return (id, stale id) of the chunks that brought another text's id; the first time, log a warning."""

@@ -23,10 +23,10 @@ from cachecraft_rag.planning.found_text import TokenKinds, find_segments, marks
 from cachecraft_rag.planning.planner import Plan
 from cachecraft_rag.store.catalog.found_texts import MarkedText
 from cachecraft_rag.types.digests import digest, digest_of_tokens, passage_id
-from cachecraft_rag.types.prompts import Prompt, Segment, token_array
+from cachecraft_rag.types.prompts import Prompt, Segment, TokenIds, token_array
 
 # Takes token ids; returns the places of captured texts in them, each with its chunk id.
-Recognise = Callable[[Sequence[int]], list[tuple[range, str]]]
+Recognise = Callable[[TokenIds], list[tuple[range, str]]]
 
 MIN_TEXT_TOKENS = 256  # shorter texts are not searched
 # last tokens of the last message, which hold what is asked: they are always computed
@@ -61,7 +61,7 @@ def segments_of(
         private: whether the found segments belong to one session.
         repeated: whether a text that occurs several times is a segment each time, or the first time only.
     """
-    ids = [token for piece in pieces for token in piece.token_ids]
+    ids = token_array([token for piece in pieces for token in piece.token_ids])
     regions = _searched_regions(pieces)
     if sum(len(region) for region in regions) < MIN_TEXT_TOKENS:
         return None
@@ -86,7 +86,7 @@ def segments_of(
     for place, name in sorted(places, key=lambda item: item[0].start):
         if place.start > start:
             segments.append(_text_between(ids, start, place.start))
-        token_ids = token_array(ids[place.start : place.stop])
+        token_ids = ids[place.start : place.stop]
         segments.append(Segment("chunk", name, token_ids, private=private, found=True))
         start = place.stop
     segments.append(_text_between(ids, start, len(ids)))
@@ -104,15 +104,13 @@ def _searched_regions(pieces: Sequence[PromptPiece]) -> list[range]:
     return regions
 
 
-def _text_between(ids: Sequence[int], start: int, stop: int) -> Segment:
-    tokens = tuple(ids[start:stop])
-    name = digest("between", str(start), " ".join(map(str, tokens)))
-    return Segment("question", name, token_array(tokens), private=True)
+def _text_between(ids: TokenIds, start: int, stop: int) -> Segment:
+    tokens = ids[start:stop]
+    name = digest("between", str(start), " ".join(map(str, tokens.tolist())))
+    return Segment("question", name, tokens, private=True)
 
 
-def _find(
-    ids: Sequence[int], kinds: TokenKinds, recognise: Recognise
-) -> Iterator[tuple[range, str]]:
+def _find(ids: TokenIds, kinds: TokenKinds, recognise: Recognise) -> Iterator[tuple[range, str]]:
     """Yield segments that do not overlap: captured texts, longest first, then passages cut by content."""
     captured = sorted(recognise(ids), key=lambda item: (-len(item[0]), item[0].start))
     passages = [
@@ -128,7 +126,7 @@ def _find(
 
 
 def recognise_captured(
-    token_ids: Sequence[int], look_up: Callable[[dict[int, list[int]]], Iterable[MarkedText]]
+    token_ids: TokenIds, look_up: Callable[[dict[int, list[int]]], Iterable[MarkedText]]
 ) -> list[tuple[range, str]]:
     """Return (range of positions, chunk id) of each captured text in these tokens, word for word; ranges may overlap.
 

@@ -57,9 +57,9 @@ class Segment:
 class Prompt:
     """Segments in order and, for the record, the chunks that had to be left out to fit the model's context.
 
-    trimmed   ids of all that were left out, in the order they were ranked
-    too_long  (id, tokens) of those among them that would not have fitted alone either
-    room      tokens that the context had for chunks
+    trimmed    ids of all that were left out, in the order they were ranked
+    too_long   (id, tokens) of those among them that would not have fitted alone either
+    room       tokens that the context had for chunks
     stale_ids  (id, id that the chunk brought) of chunks whose text was edited after they were retrieved
     """
 
@@ -72,7 +72,8 @@ class Prompt:
     @property
     def token_array(self) -> TokenIds:
         """The token ids of all segments, in order, as a new array: int32 `[tokens]`."""
-        return np.concatenate([token_array(()), *(segment.token_ids for segment in self.segments)])
+        none = np.empty(0, np.int32)  # for a prompt without segments
+        return np.concatenate([none, *(segment.token_ids for segment in self.segments)])
 
     @property
     def token_ids(self) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 from typing import Any
 
@@ -91,11 +92,28 @@ def test_the_ends_of_the_ranges_are_allowed(settings: Any, ends: dict[str, Any])
     assert {name: getattr(made, name) for name in ends} == ends
 
 
+def test_a_setting_of_the_method_outside_of_it_is_refused_with_its_place() -> None:
+    place = r"drift: no such setting of reuse\. Did you mean method=ReuseMethod\(drift=…\)"
+    with pytest.raises(ConfigError, match=place):
+        ReuseConfig(drift=0.0)  # type: ignore[call-arg]
+    with pytest.raises(ConfigError, match=place):
+        dataclasses.replace(ReuseConfig(), drift=0.0)  # type: ignore[call-arg]
+    assert list(inspect.signature(ReuseConfig).parameters)[-1] == "method"
+    assert ReuseConfig(False, capture=False) == ReuseConfig(reuse=False, capture=False)
+
+
 @pytest.mark.parametrize(
-    ("settings", "known"), [(ReuseConfig, "capture"), (SamplingParams, "seed")]
+    ("settings", "known", "error"),
+    [
+        (ReuseConfig, "capture", ConfigError),
+        (ReuseMethod, "drift", TypeError),
+        (SamplingParams, "seed", TypeError),
+    ],
 )
-def test_unknown_names_are_refused_and_settings_do_not_change(settings: Any, known: str) -> None:
-    with pytest.raises(TypeError, match="beta"):
+def test_unknown_names_are_refused_and_settings_do_not_change(
+    settings: Any, known: str, error: type[Exception]
+) -> None:
+    with pytest.raises(error, match="beta"):
         settings(beta=1)
     with pytest.raises(dataclasses.FrozenInstanceError):
         setattr(settings(), known, 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,6 +47,28 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if Path(item.fspath).parent == Path(__file__).parent:
             item.add_marker(pytest.mark.filterwarnings("default"))
+
+
+@pytest.fixture
+def count_calls(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Counter[str]]:
+    """`count_calls((owner, name), …)`: the number of calls of each of these functions from now on, by its name."""
+    counts: Counter[str] = Counter()
+
+    def count(owner: Any, name: str) -> None:
+        real = getattr(owner, name)
+
+        def counted(*given: Any, **named: Any) -> Any:
+            counts[name] += 1
+            return real(*given, **named)
+
+        monkeypatch.setattr(owner, name, counted)
+
+    def count_all(*functions: tuple[Any, str]) -> Counter[str]:
+        for owner, name in functions:
+            count(owner, name)
+        return counts
+
+    return count_all
 
 
 @pytest.fixture(scope="session")

@@ -71,23 +71,9 @@ def played(
 
 
 @pytest.fixture
-def work(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+def work(count_calls: Callable[..., Counter[str]]) -> Counter[str]:
     """Counts messages, look-ups and plans."""
-    counts: Counter[str] = Counter()
-
-    def count(owner: Any, name: str) -> None:
-        real = getattr(owner, name)
-
-        def counted(*given: Any, **named: Any) -> Any:
-            counts[name] += 1
-            return real(*given, **named)
-
-        monkeypatch.setattr(owner, name, counted)
-
-    count(Ask, "message")
-    count(ChunkCacheStore, "find")
-    count(scheduling, "make_plan")
-    return counts
+    return count_calls((Ask, "message"), (ChunkCacheStore, "find"), (scheduling, "make_plan"))
 
 
 def test_a_question_that_may_be_reused_carries_one_message(

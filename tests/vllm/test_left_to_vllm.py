@@ -109,25 +109,15 @@ def made(
 
 
 @pytest.fixture
-def work(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+def work(count_calls: Callable[..., Counter[str]]) -> Counter[str]:
     """Counts messages, searches, look-ups and plans."""
-    counts: Counter[str] = Counter()
-
-    def count(owner: Any, name: str) -> None:
-        real = getattr(owner, name)
-
-        def counted(*given: Any, **named: Any) -> Any:
-            counts[name] += 1
-            return real(*given, **named)
-
-        monkeypatch.setattr(owner, name, counted)
-
-    count(Ask, "message")
-    count(TokenOffsets, "prompt_text")
-    count(ChunkCacheStore, "marked_texts")
-    count(ChunkCacheStore, "find")
-    count(unmarked, "make_plan")
-    return counts
+    return count_calls(
+        (Ask, "message"),
+        (TokenOffsets, "prompt_text"),
+        (ChunkCacheStore, "marked_texts"),
+        (ChunkCacheStore, "find"),
+        (unmarked, "make_plan"),
+    )
 
 
 @pytest.mark.parametrize("documents", [DOCUMENTS, None])
