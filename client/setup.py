@@ -10,22 +10,21 @@ ROOT = Path(__file__).resolve().parents[1]
 EXTRAS = ("haystack", "langchain", "llama-index", "retrieval")
 NEED_TORCH = ("torch", "sentence-transformers")
 
-
 DESCRIPTION = """
-The client of cachecraft-rag: asks a server that `cachecraft serve` started, in Python, LangChain or LlamaIndex. It has
-the modules of `cachecraft-rag` without its requirement torch; install one of the two, not both.
+The client of cachecraft-rag: asks a server that `cachecraft serve` started, in Python, Haystack, LangChain or
+LlamaIndex. It has the modules of `cachecraft-rag` without its requirement torch; install one of the two, not both.
 """
 
 
 def version() -> str:
-    """The version of the package, from its source text."""
+    """Return the version of the package, from its source text."""
     lines = (ROOT / "cachecraft_rag" / "__init__.py").read_text(encoding="utf-8").splitlines()
     (line,) = (line for line in lines if line.startswith("__version__"))
     return line.split('"')[1]
 
 
 def folder_of(package: str, places: dict[str, str]) -> str:
-    """The folder of a package, relative to this file: that of its nearest parent which is listed, and the rest."""
+    """Return the folder of a package, relative to this file: below that of the nearest parent that `places` lists."""
     parents = package.split(".")
     for length in range(len(parents), 0, -1):
         place = places.get(".".join(parents[:length]))
@@ -35,7 +34,7 @@ def folder_of(package: str, places: dict[str, str]) -> str:
 
 
 def without_torch(requirements: list[str]) -> list[str]:
-    """The requirements but for those that need torch."""
+    """Return the requirements without torch and what needs it."""
     return [line for line in requirements if not line.startswith(NEED_TORCH)]
 
 

@@ -236,7 +236,7 @@ def add_uploads(
             report = shared.rag.add_documents(shared.uploads, progress=progress)
             for problem in report.problems:
                 name = problem.doc_id.partition("/")[2]
-                reason = plain(problem.reason.rpartition(f"/{name}: ")[2])
+                reason = plain(in_words(problem.reason.rpartition(f"/{name}: ")[2]))
                 if problem.kind == "incomplete":
                     problems.append(f"**{plain(name)}** lacks something: {reason}")
                     continue

@@ -160,9 +160,9 @@ def plain(text: str) -> str:
     )
 
 
-def in_words(error: Exception) -> str:
-    """An error's message without names of Python's exception classes, which say nothing to a reader."""
-    text = re.sub(r"\b(?:\w+\.)*[A-Z]\w*(?:Error|Exception|Warning): ", "", str(error))
+def in_words(message: Exception | str) -> str:
+    """A message without names of Python's exception classes, which say nothing to a reader."""
+    text = re.sub(r"\b(?:\w+\.)*[A-Z]\w*(?:Error|Exception|Warning): ", "", str(message))
     return re.sub(r" \((?:\w+\.)*[A-Z]\w*(?:Error|Exception|Warning)\)", "", text)
 
 

@@ -150,7 +150,7 @@ except SystemExit as ended:
     assert done.stdout.strip() == "2"
 
 
-def test_every_import_of_an_extra_is_in_the_extras_of_the_project() -> None:
+def test_extras_that_retrieve_bring_retrieval_along_and_all_brings_what_applications_use() -> None:
     extras = PYPROJECT["project"]["optional-dependencies"]
     required = {
         requirement.split("[")[0].split(">")[0].split("=")[0]

@@ -98,8 +98,9 @@ def parsing(name: str) -> Iterator[None]:
     except FormatError as error:
         raise DocumentError(f"{name}: {error}") from error
     except Exception as error:  # whatever a parser raises
-        what = " ".join(f"{type(error).__name__}: {error}".split())[:_LONGEST_REASON]
-        advice = "save it again with another program, or leave it out"
+        what = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
+        what = what[:_LONGEST_REASON]
+        advice = "it may be damaged: save it again with another program, or leave it out"
         raise DocumentError(f"{name}: cannot be read ({what}); {advice}") from error
 
 

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from cachecraft_rag.retrievers.reading.tables import FormatError
 from cachecraft_rag.types.documents import Scalar
 
 
@@ -60,6 +61,13 @@ _ATTRIBUTES = "hidden,style,start,value,reversed,colspan,rowspan,type,checked,se
 _VALUELESS = ("hidden", "password", "submit", "button", "image", "reset", "file")
 
 _DEEPEST_KEPT = 100  # levels of elements; the text of deeper ones stays
+# lxml searches all open elements for each closing tag that fits none of them. So the more closing tags a page has, the
+# less deep it may be nested, but never less than real pages are.
+_DEEP = 500  # levels
+_CLOSING_STEPS = (
+    1_000_000_000  # levels times closing tags: two seconds on one thread of an `epyc-zen4`
+)
+_PIECE = 1 << 14  # bytes; lxml raises an exception of its target only at the end of a piece
 _WIDEST_TABLE = 200  # columns; wider ones become lines
 
 
@@ -74,7 +82,8 @@ class Reading(NamedTuple):
 def html_to_markdown(html: str) -> Reading:
     """Return the visible text of a page as Markdown, with the words of its first <title>.
 
-    Hidden parts, scripts and navigation are left out, and so are emphasis and the targets of links.
+    Hidden parts, scripts and navigation are left out, and so are emphasis and the targets of links. Raises FormatError
+    for a page whose tags are nested so deep that parsing would take minutes.
 
     >>> html_to_markdown("<title>K2</title><h1>Kettle</h1><nav>Home</nav><p>45<sup>1</sup> <s>euros</s>.</p>")
     Reading(text='# Kettle\\n\\n45^1 ~~euros~~.', metadata={'format': 'markdown', 'title': 'K2'}, losses=())
@@ -82,13 +91,15 @@ def html_to_markdown(html: str) -> Reading:
     from html_to_markdown import ConversionOptions, convert
     from lxml import etree
 
+    target = _ShallowTree(etree.TreeBuilder(), closing_tags=html.count("</"))
     # huge_tree: otherwise libxml2 drops text nested deeper than 2,048 tags
-    target = _ShallowTree(etree.TreeBuilder())
     parser = etree.HTMLParser(target=target, huge_tree=True, encoding="utf-8")
     # The parser reads an XML prologue as a comment, but would use its encoding.
     data = re.sub(r"\A\s*<\?xml[^>]*\?>", "", html).encode("utf-8", "replace")
+    for start in range(0, len(data), _PIECE):
+        parser.feed(data[start : start + _PIECE])
     try:
-        root = etree.fromstring(data, parser)
+        root = parser.close()
     except etree.XMLSyntaxError:  # "no element found": only comments and unfinished tags
         return Reading("", {"format": "markdown"})
     _mend_text(root)
@@ -111,13 +122,18 @@ def html_to_markdown(html: str) -> Reading:
 class _ShallowTree:
     """A parser target of lxml: builds a tree of some levels, of which deeper elements give only their text."""
 
-    def __init__(self, builder: Any) -> None:
+    def __init__(self, builder: Any, *, closing_tags: int) -> None:
         self._builder = builder
+        self._deepest = max(_DEEP, _CLOSING_STEPS // max(1, closing_tags))
         self._depth = 0
 
     def start(self, name: str, attributes: Mapping[str, str]) -> None:
         """Take an opening tag."""
         self._depth += 1
+        if self._depth > self._deepest:
+            raise FormatError(
+                f"cannot be read: its tags are nested more than {self._deepest} deep; simplify the page"
+            )
         if self._depth > _DEEPEST_KEPT:
             self._builder.data(" ")
             return
@@ -140,8 +156,8 @@ class _ShallowTree:
         self._builder.data(_xml(text))
 
     def close(self) -> Any:
-        """Return the root of the tree."""
-        return self._builder.close()
+        """Return the root of the tree; None after an exception, which lxml then raises."""
+        return None if self._depth else self._builder.close()
 
 
 def _xml(text: str) -> str:

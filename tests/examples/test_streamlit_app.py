@@ -460,6 +460,8 @@ def test_from_an_empty_page_to_reused_tokens(
     )
     problems = " ".join(note.value for note in app.warning)
     assert "**broken.pdf** was not added: cannot be read" in problems
+    assert "it may be damaged" in problems
+    assert "Error" not in problems
     assert (
         "**notes.zip** was not added: not a kind of file that can be indexed; convert it to one of .txt"
         in problems
@@ -522,7 +524,9 @@ def test_an_upload_that_cannot_be_read_spoils_no_later_one(
         ("deep.html", b"<div>" * 100_000 + b"</b>" * 100_000),
         ("odd.html", b'<meta charset="punycode"><p>Hi'),
     )
-    assert any("deep.html" in warning.value for warning in app.warning)
+    assert any(
+        "deep.html" in warning.value and "nested" in warning.value for warning in app.warning
+    )
 
     def fail(*_: object, **__: object) -> None:
         raise IndexStoreError("the disk is full")

@@ -557,6 +557,13 @@ def test_html_of_a_repeated_element_takes_linear_time(tmp_path: Path, name: str,
     assert any(cpu_seconds(8000) < 9 * cpu_seconds(2000) for _ in range(8))
 
 
+def test_html_that_closes_too_many_tags_too_deep_is_refused(tmp_path: Path):
+    with pytest.raises(
+        DocumentError, match=r"page\.html: cannot be read: its tags are nested more than \d+ deep"
+    ):
+        text_of_html(tmp_path, "<div>" * 100_000 + "</b>" * 100_000)
+
+
 def test_html_of_scripts_alone_holds_no_text(tmp_path: Path):
     with pytest.raises(DocumentError, match="holds no text"):
         text_of_html(tmp_path, "<script>render()</script>")
@@ -651,6 +658,7 @@ def test_whatever_a_parser_raises_names_the_document(
         (lambda: repr(deep), "RecursionError"),
         (lambda: bytearray(1 << 60), "MemoryError"),
         (lambda: {}["x"], "KeyError"),
+        (lambda: next(iter([])), r"StopIteration\)"),
     ):
         with (
             pytest.raises(DocumentError, match=rf"a\.html: cannot be read \({name}"),

@@ -48,7 +48,8 @@ class Outbox:
         try:
             future = self._connection.submit(self._send(parcel))
         except RuntimeError:  # the connection was closed
-            self.queued_bytes -= parcel.nbytes
+            with self._lock:
+                self.queued_bytes -= parcel.nbytes
             return False
         self._under_way.add(future)
         future.add_done_callback(self._under_way.discard)
