@@ -170,9 +170,13 @@ def test_chat_takes_the_same_options(home: Path, monkeypatch: pytest.MonkeyPatch
     assert "docs/warranty.md" not in shown.getvalue()
 
 
-def test_documents_are_listed_and_removed(home: Path) -> None:
-    copy = home / "fewer"
-    shutil.copytree(home / "store", copy)
+def test_documents_are_listed_and_removed(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # not a copy of `home`'s store: the questions of other tests add variants to that one
+    monkeypatch.chdir(home)
+    copy = tmp_path / "fewer"
+    result("index", "docs", "--prime", "-s", copy)
     listed = result("documents", "ls", "-s", copy)
     assert [document["doc_id"] for document in listed] == ["docs/returns.md", "docs/warranty.md"]
     before = result("store", "stats", "-s", copy)["variants"]
