@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from functools import wraps
 from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, Literal, Self, get_args
@@ -129,20 +128,6 @@ _IN_METHOD = MappingProxyType({name: f"method.{name}" for name in _METHOD_NAMES}
 _AS_ARGUMENT = MappingProxyType({name: f"method=ReuseMethod({name}=…)" for name in _METHOD_NAMES})
 
 
-def _with_checked_names(config: type[ReuseConfig]) -> type[ReuseConfig]:
-    """Make unknown names a ConfigError, which also shows where a setting of the method belongs."""
-    initialise: Callable[..., None] = config.__init__
-
-    @wraps(initialise)
-    def checked(self: ReuseConfig, /, *values: object, **named: object) -> None:
-        check_names(named, config.__match_args__, what="setting of reuse", hints=_AS_ARGUMENT)
-        initialise(self, *values, **named)
-
-    config.__init__ = checked  # type: ignore[method-assign]
-    return config
-
-
-@_with_checked_names
 @dataclass(frozen=True, slots=True)
 class ReuseConfig:
     """Settings of reuse.
@@ -171,6 +156,11 @@ class ReuseConfig:
     min_prompt_tokens: int | None = None
     plain_prompts: PlainPromptsMode = "reuse"
     method: ReuseMethod = field(default_factory=ReuseMethod)
+
+    def __new__(cls, *_: object, **named: object) -> Self:
+        """Raise a ConfigError for unknown names, which also shows where a setting of the method belongs."""
+        check_names(named, cls.__match_args__, what="setting of reuse", hints=_AS_ARGUMENT)
+        return object.__new__(cls)
 
     @classmethod
     def paper(cls, **changes: Any) -> Self:
