@@ -39,6 +39,7 @@ from cachecraft_rag.store.closeable import Closeable
 from cachecraft_rag.store.config import DEFAULT_LIMITS, StoreConfig, StoreStats
 from cachecraft_rag.store.durable import CheckReport, DurableVariants, Evicted, file_of
 from cachecraft_rag.store.eviction import Use, policy_named
+from cachecraft_rag.store.eviction_rules import EvictionRule
 from cachecraft_rag.store.files.disk import Throttle
 from cachecraft_rag.store.layout import READ_ERRORS, StoredVariant, open_source, unreadable
 from cachecraft_rag.store.memory import Memory
@@ -69,7 +70,7 @@ class ChunkCacheStore(Closeable):
     After `close` look-ups, loads and reads of the catalog raise StoreError, and captures are dropped.
     """
 
-    def __init__(self, root: Path, config: StoreConfig) -> None:
+    def __init__(self, root: Path, config: StoreConfig, rules: Sequence[EvictionRule] = ()) -> None:
         """Use `open`."""
         self.root = root
         self._home = HomeProcess("chunk-cache store")
@@ -84,6 +85,7 @@ class ChunkCacheStore(Closeable):
             on_removed=self._memory.remove,
             throttle=Throttle(config.read_bytes_per_s),
             policy=None if config.eviction is None else policy_named(config.eviction),
+            rules=rules,
         )
         policy = self._durable.catalog.policy
         self._memory.follow(policy)
@@ -124,8 +126,17 @@ class ChunkCacheStore(Closeable):
             )
 
     @classmethod
-    def open(cls, root: str | Path, config: StoreConfig | None = None, **settings: Any) -> Self:
+    def open(
+        cls,
+        root: str | Path,
+        config: StoreConfig | None = None,
+        *,
+        rules: Sequence[EvictionRule] = (),
+        **settings: Any,
+    ) -> Self:
         """Open or create the store in the folder `root`; `settings` override fields of `config`.
+
+        Chunk-caches that one of the `rules` evicts leave now, and while the store is used, see `store.eviction_rules`.
 
         Limits and a policy that are set are stored with the folder. A store of another version is moved to "set-aside";
         a folder that cannot be written is opened `read_only`. Both log a warning.
@@ -133,7 +144,7 @@ class ChunkCacheStore(Closeable):
         check_path("root", root)
         check_kind("config", config, StoreConfig, optional=True)
         check_names(settings, StoreConfig.__dataclass_fields__, what="store setting")
-        return cls(Path(root).absolute(), replace(config or StoreConfig(), **settings))
+        return cls(Path(root).absolute(), replace(config or StoreConfig(), **settings), rules)
 
     @property
     def read_only(self) -> bool:

@@ -20,6 +20,7 @@ from __future__ import annotations
 import json
 import logging
 import sqlite3
+import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
@@ -57,6 +58,7 @@ from cachecraft_rag.store.eviction import (
     ticked,
     ticked_by_return,
 )
+from cachecraft_rag.store.eviction_rules import EvictionRule
 from cachecraft_rag.store.row_checks import row_error, scores_are_wrong
 from cachecraft_rag.types.captures import TokenScores
 from cachecraft_rag.types.digests import passage_id
@@ -67,9 +69,14 @@ logger = logging.getLogger("cachecraft_rag.store")
 _LEAST_REMEMBERED = 1000
 _FORGET_EVERY = 64  # rows of `departed` that are too old are deleted when this many more have left
 
-_LISTED = f"""SELECT s.namespace, s.fingerprint, {COLUMNS}, v.scores_sum, i.scores
-  FROM variants AS v JOIN scopes AS s USING (scope) LEFT JOIN token_scores AS i ON i.variant_id = v.variant_id"""
 _SCOPED = "variants AS v JOIN scopes AS s USING (scope)"
+# `last_used` is not covered by the row's checksum: a damaged one counts as never used.
+_ROW_LISTED = (
+    f"s.namespace, s.fingerprint, iif(typeof(v.last_used) = 'real', v.last_used, 0.0), {COLUMNS}"
+)
+_LISTED = f"SELECT {_ROW_LISTED} FROM {_SCOPED}"
+_LISTED_WITH_SCORES = f"""SELECT v.scores_sum, i.scores, {_ROW_LISTED} FROM {_SCOPED}
+    LEFT JOIN token_scores AS i ON i.variant_id = v.variant_id"""
 _IN_NAMESPACE = "(? IS NULL OR s.namespace = ?)"
 _LOOKUP = f"""SELECT {COLUMNS} FROM variants AS v
   WHERE v.scope = (SELECT scope FROM scopes WHERE namespace = :namespace AND fingerprint = :fingerprint)
@@ -95,7 +102,7 @@ _ROW = (
 _BESIDE = f"{_ROW} WHERE (scope = ? AND chunk_id = ?) OR variant_id = ? ORDER BY score, created"
 _STANDING = f"""SELECT variant_id, scope, chunk_id, iif(typeof(tokens) = 'integer', tokens, 0), {_BYTES}, {_SHARE},
     {_FREQUENCY}, {_SAVED} FROM variants WHERE variant_id IN (SELECT value FROM json_each(?))"""
-_USED = """UPDATE variants SET reuse_frequency = ?, saved = ?, score = ?
+_USED = """UPDATE variants SET reuse_frequency = ?, saved = ?, score = ?, last_used = coalesce(?, last_used)
     WHERE scope = ? AND chunk_id = ? AND variant_id = ?"""
 _STORED_SUMS = "SELECT variants, file_bytes FROM totals"
 _COUNTED_SUMS = f"SELECT count(*), coalesce(sum({_BYTES}), 0) FROM variants"
@@ -214,12 +221,7 @@ class Catalog:
         """
         condition, parameters = chosen.as_sql()
         query = f"{_LISTED} WHERE {condition} ORDER BY v.score DESC, v.created DESC, v.variant_id LIMIT ? OFFSET ?"
-        rows = [
-            _listed(namespace, fingerprint, CatalogRow(*columns))
-            for namespace, fingerprint, *columns, _, _ in self._fetched(
-                query, (*parameters, limit, offset)
-            )
-        ]
+        rows = [_listed(*columns) for columns in self._fetched(query, (*parameters, limit, offset))]
         return [row for row in rows if isinstance(row, Listed)]
 
     def scan(self, page: int = 500) -> Iterator[Listed | DamagedRow]:
@@ -227,20 +229,34 @@ class Catalog:
 
         Nothing is locked between two rows. A row that is damaged, or has damaged token scores, is a `DamagedRow`.
         """
-        query = f"{_LISTED} WHERE v.variant_id > ? ORDER BY v.variant_id LIMIT ?"
-        after = ""
-        while batch := self._fetched(query, (after, page)):
-            for namespace, fingerprint, *columns, checksum, scores in batch:
-                row = _listed(namespace, fingerprint, CatalogRow(*columns))
-                if isinstance(row, Listed) and isinstance(
-                    flaw := _read_scores(row.variant.tokens, checksum, scores), str
-                ):
-                    file = FileRef(row.variant.variant_id, row.variant.created, row.file_bytes)
-                    row = DamagedRow(
-                        file, row.variant.key.chunk_id, f"its token scores are damaged: {flaw}"
-                    )
+        for checksum, scores, *columns in self._pages(_LISTED_WITH_SCORES, page):
+            row = _listed(*columns)
+            if isinstance(row, Listed) and isinstance(
+                flaw := _read_scores(row.variant.tokens, checksum, scores), str
+            ):
+                file = FileRef(row.variant.variant_id, row.variant.created, row.file_bytes)
+                row = DamagedRow(
+                    file, row.variant.key.chunk_id, f"its token scores are damaged: {flaw}"
+                )
+            yield row
+
+    def ruled_out(
+        self, rules: Sequence[EvictionRule], now: float, page: int = 500
+    ) -> Iterator[Listed]:
+        """Yield the rows that one of these rules evicts at this time; damaged rows are left to other checks."""
+        for columns in self._pages(_LISTED, page):
+            row = _listed(*columns)
+            if isinstance(row, Listed) and any(rule(row, now) for rule in rules):
                 yield row
-            after = batch[-1][2 + CatalogRow._fields.index("variant_id")]
+
+    def _pages(self, query: str, page: int) -> Iterator[Any]:
+        """Yield the rows of a query of `_ROW_LISTED` by variant id; nothing is locked between two pages."""
+        ordered = f"{query} WHERE v.variant_id > ? ORDER BY v.variant_id LIMIT ?"
+        place = CatalogRow._fields.index("variant_id") - len(CatalogRow._fields)
+        after = ""
+        while batch := self._fetched(ordered, (after, page)):
+            yield from batch
+            after = batch[-1][place]
 
     def _fetched(self, query: str, parameters: Parameters) -> list[Any]:
         with self._db.reading() as connection:
@@ -308,10 +324,7 @@ class Catalog:
                 or any(not removed.isdisjoint(removals.readable_ids(ids)) for ids in packed)
             ]
         asked = f"{_LISTED} WHERE v.variant_id IN (SELECT value FROM json_each(?))"
-        return [
-            _listed(namespace, fingerprint, CatalogRow(*columns))
-            for namespace, fingerprint, *columns, _, _ in self._fetched(asked, (json.dumps(names),))
-        ]
+        return [_listed(*columns) for columns in self._fetched(asked, (json.dumps(names),))]
 
     def others(self, chunk_ids: Collection[str], *, namespace: str | None) -> OtherTexts:
         """Return the ids of all texts that variants hold or were shaped by, but for these chunks and instructions.
@@ -541,9 +554,11 @@ class Catalog:
     def record_uses(self, uses: Mapping[str, Use]) -> None:
         """Add to the uses of each variant id and compute its score again; ids without a row are passed over."""
         with self._db.writing() as connection:
-            self._record_uses(connection, uses)
+            self._record_uses(connection, uses, at=time.time())
 
-    def _record_uses(self, connection: sqlite3.Connection, uses: Mapping[str, Use]) -> None:
+    def _record_uses(
+        self, connection: sqlite3.Connection, uses: Mapping[str, Use], *, at: float | None
+    ) -> None:
         changed = []
         clock, _, _ = _state(connection)
         rows = {row[0]: row for row in connection.execute(_STANDING, (json.dumps(list(uses)),))}
@@ -555,7 +570,7 @@ class Catalog:
             score = self.policy.score(
                 VariantFacts(chunk_id, variant_id, tokens, nbytes, share, used), clock
             )
-            changed.append((*used, score, scope, chunk_id, variant_id))
+            changed.append((*used, score, at, scope, chunk_id, variant_id))
         connection.executemany(_USED, changed)
 
     def _adopt(self, policy: Policy) -> None:
@@ -567,7 +582,8 @@ class Catalog:
             ]
             connection.execute("DELETE FROM eviction")
             connection.execute("INSERT INTO eviction VALUES (?, 0.0)", (policy.name,))
-            self._record_uses(connection, {variant_id: Use(0.0, 0.0) for variant_id in ids})
+            unused = {variant_id: Use(0.0, 0.0) for variant_id in ids}
+            self._record_uses(connection, unused, at=None)
 
     @contextmanager
     def standstill(self) -> Iterator[None]:
@@ -731,10 +747,15 @@ def _read(
     return DamagedRow(FileRef(row.variant_id, row.created, nbytes), row.chunk_id, reason)
 
 
-def _listed(namespace: str, fingerprint: str, row: CatalogRow) -> Listed | DamagedRow:
-    """A row and its file's size, or the damaged row."""
+def _listed(
+    namespace: str, fingerprint: str, last_used: float, *columns: Any
+) -> Listed | DamagedRow:
+    """The row of `_ROW_LISTED`, or the damaged row."""
+    row = CatalogRow(*columns)
     read = _read(namespace, fingerprint, row)
-    return read if isinstance(read, DamagedRow) else Listed(read, row.file_bytes)
+    if isinstance(read, DamagedRow):
+        return read
+    return Listed(read, row.file_bytes, max(read.created, last_used))
 
 
 def _read_scores(tokens: int | None, checksum: int, inter: bytes | None) -> TokenScores | str:
