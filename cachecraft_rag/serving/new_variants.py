@@ -292,7 +292,7 @@ class VariantMaker:
             prompt.bounds,
             [1.0] * len(prompt.segments),
             candidate.session,
-            extra_variants=candidate.fixed.keys() - candidate.first,
+            extra_variants=candidate.fixed.keys() - candidate.never_stored,
         )
         refused = None
         for capture in result.recorder.captures:

@@ -229,16 +229,19 @@ class RequestProgress:
         self.ended_s = self.ended_s or request.clock()
 
 
-def unchanged_tokens(prompt: Prompt, reports: Sequence[SegmentReport], *, first: int = 0) -> int:
+def unchanged_tokens(
+    prompt: Prompt, reports: Sequence[SegmentReport], *, counted_from: int = 0
+) -> int:
     """Return how many tokens of a prompt were taken from chunk-caches without a change.
 
-    Only positions from `first` on count. In the segment with that position, as many as possible are taken to follow it.
+    Only positions from `counted_from` on count. In the segment with that position, as many as possible are taken to
+    follow it.
     """
     total = 0
     for start, end, report in zip(prompt.bounds, prompt.bounds[1:], reports, strict=False):
         if report.stored:
             unchanged = end - start - report.not_loaded - report.recomputed
-            total += min(unchanged, max(0, end - max(start, first)))
+            total += min(unchanged, max(0, end - max(start, counted_from)))
     return total
 
 
