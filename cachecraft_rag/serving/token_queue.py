@@ -95,9 +95,9 @@ class Reader(Handle, Iterator[str]):
                 self._queue.pieces.put(piece)  # type: ignore[unreachable]  # for a further thread that waits
                 break
 
-            self._progress.read(piece.generated)
+            self._progress.generated = max(self._progress.generated, piece.generated)
             if piece.finish is not None or piece.error is not None:
-                self._progress.finished(piece.finish)
+                self._progress.finish = piece.finish
                 self.closed = True
                 self._queue.pieces.put(_WAKE_UP)
             if piece.error is not None:

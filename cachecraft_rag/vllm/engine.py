@@ -484,7 +484,7 @@ def _tokens(
 ) -> Iterator[int]:
     """Yield the tokens of an answer; `reports` takes up the connector's reports, `predicted` the predictions."""
     for step in steps:
-        progress.drew_first(at=request.clock())
+        progress.first_token_s = progress.first_token_s or request.clock()
         if step.report:
             report: FillReport = step.report.get(FIELD, {})
             reports.append(report)

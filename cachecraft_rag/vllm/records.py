@@ -173,7 +173,7 @@ class RequestRecord:
                 if output.metrics is not None
                 else 0.0
             )
-            progress.drew_first(at=latency or self.request.clock())
+            progress.first_token_s = latency or self.request.clock()
         generated = progress.generated
         for completion in output.outputs:
             generated += len(completion.token_ids)
@@ -184,9 +184,7 @@ class RequestRecord:
                 continue
             # vLLM says "stop" for an end token, which it counts, and for a stop string, which it names.
             stopped = isinstance(completion.stop_reason, str)
-            progress.finished(
-                "stop" if stopped else _FINISH.get(completion.finish_reason, "closed")
-            )
+            progress.finish = "stop" if stopped else _FINISH.get(completion.finish_reason, "closed")
             generated -= progress.finish == "end"
         progress.generated = max(progress.generated, generated)
         if self.left_to_vllm:
@@ -341,7 +339,7 @@ class RecordingClient:
                         self._records.end(request_id, self._record)
                     yield output
         except Exception as error:  # counted, then raised again
-            self._record.progress.failed()
+            self._record.progress.finish = "failed"
             self._record.error = type(error).__name__
             raise
         finally:
