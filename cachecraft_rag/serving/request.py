@@ -73,7 +73,7 @@ def segment_reports(plan: Plan, tiers: Mapping[str, TierName]) -> tuple[SegmentR
             recomputed=len(planned.recompute),
             not_loaded=planned.not_loaded,
             cfo=planned.cfo,
-            beta_prime=planned.adjusted,
+            beta_prime=planned.beta_prime,
             variant_id=variant_id,
             tier=None if variant_id is None else tiers.get(variant_id),
             primed=planned.variant is not None and planned.variant.primed,
