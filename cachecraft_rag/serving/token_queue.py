@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 
 from cachecraft_rag.observability.stats import Finish
+from cachecraft_rag.serving.loop_task import Handle
 from cachecraft_rag.serving.request import RequestProgress
-from cachecraft_rag.serving.step_loop import Handle
 from cachecraft_rag.store.processes import HomeProcess
 
 MAX_UNREAD = 4  # tokens that wait for the reader; beyond it the answer is not decoded further
