@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from cachecraft_rag.checks import (
     MOST_SECONDS,
+    check_callable,
     check_kind,
     check_names,
     check_number,
@@ -122,7 +123,8 @@ class ChunkCacheStore(Closeable):
         if self._durable.read_only:
             self._warn_once(
                 CaptureDrop.READ_ONLY,
-                f"{root} cannot be written: what it holds is reused, and nothing is added to it",
+                f"{root} cannot be written: what it holds is reused, and nothing is added to it"
+                + (", or evicted by the rules" if rules else ""),
             )
 
     @classmethod
@@ -144,6 +146,9 @@ class ChunkCacheStore(Closeable):
         check_path("root", root)
         check_kind("config", config, StoreConfig, optional=True)
         check_names(settings, StoreConfig.__dataclass_fields__, what="store setting")
+        check_kind("rules", rules, (list, tuple), advice="write rules=[rule]")
+        for rule in rules:
+            check_callable("each of rules", rule, optional=False)
         return cls(Path(root).absolute(), replace(config or StoreConfig(), **settings), rules)
 
     @property

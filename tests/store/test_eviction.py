@@ -181,3 +181,9 @@ def test_a_store_without_rules_evicts_nothing_by_age(tmp_path: Path, clock: Cloc
     clock.now += 1000 * DAY
     with ChunkCacheStore.open(tmp_path) as store:
         assert chunks(store) == {"old"}
+
+
+@pytest.mark.parametrize("rules", [unused_for_a_day, [DAY]])
+def test_rules_that_are_not_a_list_of_functions_are_refused(tmp_path: Path, rules: object) -> None:
+    with pytest.raises(ConfigError, match="rules must be"):
+        ChunkCacheStore.open(tmp_path, rules=rules)  # type: ignore[arg-type]
