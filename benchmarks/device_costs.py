@@ -160,9 +160,9 @@ def _serve(workers: Workers, fill: Fill) -> None:
     while not (finished := workers.finished()):  # the simulated device takes longer than a step
         workers.step([], [], rows=1 << 30)
     assert finished == {fill.request_id}, "there is no other request"
-    news = workers.news()
-    assert news is not None
-    report = news.reports[fill.request_id]
+    result = workers.take_result()
+    assert result is not None
+    report = result.reports[fill.request_id]
     assert "refused" not in report, report["refused"]
     outcomes = [segment["outcome"] for segment in report["segments"]]
     assert set(outcomes[1:-1]) == {"reused"}, outcomes

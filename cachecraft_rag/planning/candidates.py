@@ -26,14 +26,14 @@ class Candidate:
     segments  the instruction and the chunks up to the last fixed one
     fixed     segment index → number of tokens that a variant after this prefix would save per use
     session   session that owns the private text in it; None if all text is public
-    first     indices of segments that may not be stored yet in any context: found segments, and the fixed passages
+    never_stored  indices of segments that may not be stored yet in any context: found segments, and the fixed passages
               that stand in for their neighbours
     """
 
     segments: tuple[Segment, ...]
     fixed: Mapping[int, int]
     session: str | None = None
-    first: frozenset[int] = frozenset()
+    never_stored: frozenset[int] = frozenset()
 
     @classmethod
     def of(
@@ -107,7 +107,9 @@ class Candidates:
         self._would_have_saved.update(dict(candidate.paths()))
         if known is not None:  # this request may have fixed other chunks of the same prompt
             fixed = {**known.fixed, **candidate.fixed}
-            candidate = replace(candidate, fixed=fixed, first=known.first | candidate.first)
+            candidate = replace(
+                candidate, fixed=fixed, never_stored=known.never_stored | candidate.never_stored
+            )
         self._waiting[candidate.identity] = candidate
         if len(self._waiting) <= self._most:
             return None

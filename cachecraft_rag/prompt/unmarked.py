@@ -224,7 +224,7 @@ def candidates_of(
             segments=(instruction, stand_in, segment),
             fixed={1: len(stand_in.token_ids), 2: len(segment.token_ids)},
             session=owner,
-            first=frozenset((1, 2) if index in new_passages else (1,)),
+            never_stored=frozenset((1, 2) if index in new_passages else (1,)),
         )
 
     inexact = {
@@ -240,8 +240,8 @@ def candidates_of(
         fixed = {index: tokens for index, tokens in inexact.items() if index <= end}
         name = digest("prefix", *scope, session or "", _digest_of(segments[: end + 1]))
         count = max(fixed) + 1
-        first = frozenset(index for index in new_passages if index < count)
-        candidates[name] = Candidate(segments[:count], fixed, session, first=first)
+        never_stored = frozenset(index for index in new_passages if index < count)
+        candidates[name] = Candidate(segments[:count], fixed, session, never_stored=never_stored)
     return candidates
 
 

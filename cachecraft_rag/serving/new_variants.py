@@ -26,7 +26,8 @@ from cachecraft_rag.planning.candidates import Candidate, Candidates
 from cachecraft_rag.planning.config import ReuseConfig, ReuseMethod
 from cachecraft_rag.planning.planner import make_plan
 from cachecraft_rag.serving.config import NewVariants
-from cachecraft_rag.serving.step_loop import LoopTask, Priority, StepLoop
+from cachecraft_rag.serving.loop_task import LoopTask, Priority
+from cachecraft_rag.serving.step_loop import StepLoop
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.store.loading.loader import Loader
 from cachecraft_rag.store.loading.pending import PendingLoads
@@ -292,7 +293,7 @@ class VariantMaker:
             prompt.bounds,
             [1.0] * len(prompt.segments),
             candidate.session,
-            extra_variants=candidate.fixed.keys() - candidate.first,
+            extra_variants=candidate.fixed.keys() - candidate.never_stored,
         )
         refused = None
         for capture in result.recorder.captures:

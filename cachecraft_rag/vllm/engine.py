@@ -285,7 +285,7 @@ class VLLMBackend:
             return Captured(dropped=Dropped.STORED)
 
         segments = candidate.segments[: max(missing) + 1]
-        stored_before = [index for index in missing if index not in candidate.first]
+        stored_before = [index for index in missing if index not in candidate.never_stored]
         if not all(stored.variants.get(segments[index].segment_id) for index in stored_before):
             return Captured(dropped=Dropped.REMOVED)  # the chunk was removed or evicted
         prompt = _with_question(segments)
@@ -302,7 +302,7 @@ class VLLMBackend:
             captures=tuple(missing),
             when_stored=True,
             idle=True,
-            first=tuple(candidate.first),
+            never_stored=tuple(candidate.never_stored),
         )
         report = self._fill(ask)
         if "segments" not in report:
@@ -310,7 +310,7 @@ class VLLMBackend:
             return Captured(again=was_given_up, dropped=None if was_given_up else Dropped.FAILED)
 
         left = missing_of(candidate, self._look_up(candidate.segments, session=candidate.session))
-        texts = {candidate.segments[index].segment_id for index in candidate.first}
+        texts = {candidate.segments[index].segment_id for index in candidate.never_stored}
         removed = texts & self.new_variants.removed(candidate)
         if removed:  # the workers may have stored them after the removal
             self._store.evict(RowFilter(namespace=self._namespace, chunk_ids=tuple(removed)))
@@ -484,7 +484,7 @@ def _tokens(
 ) -> Iterator[int]:
     """Yield the tokens of an answer; `reports` takes up the connector's reports, `predicted` the predictions."""
     for step in steps:
-        progress.drew_first(at=request.clock())
+        progress.first_token_s = progress.first_token_s or request.clock()
         if step.report:
             report: FillReport = step.report.get(FIELD, {})
             reports.append(report)

@@ -1,8 +1,8 @@
 """Messages about a request between the parts of a server.
 
-Ask   front end → scheduler: segments of the prompt and how to reuse them; signed, in `kv_transfer_params`
-Fill  scheduler → workers: result of the look-up, and the blocks to fill
-News  workers → scheduler: reports of finished requests, and the segments that are being captured
+Ask         front end → scheduler: segments of the prompt and how to reuse them; signed, in `kv_transfer_params`
+Fill        scheduler → workers: result of the look-up, and the blocks to fill
+StepResult  workers → scheduler: reports of finished requests, and the segments that are being captured
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ class Ask:
     client_salt  `cache_salt` of the client, which becomes part of this request's salts; "" if it sent none
     idle         True if the request captures new variants: it runs only while the server is idle, computes exactly, and
                  is given up if another request lacks blocks
-    first        found segments of an idle request that may not be stored yet. No other request would store them, so
-                 on a busy server the request begins after a while, and is not paused once it has begun
+    never_stored found segments of an idle request that may not be stored yet in any context. No other request would
+                 store them, so on a busy server the request begins after a while, and is not paused once it has begun
     own_tokens   tokens at the end of the prompt that vLLM computes itself: one, or in an audit one for each token of
                  the answer, because vLLM predicts the next token only where it computes
     name         name under which the front end receives the report once the prompt is filled; "": only with the answer
@@ -105,14 +105,14 @@ class Ask:
     when_stored: bool = False
     client_salt: str = ""
     idle: bool = False
-    first: tuple[int, ...] = ()
+    never_stored: tuple[int, ...] = ()
     own_tokens: int = 1
     name: str = ""
 
     @property
     def waits(self) -> bool:
-        """True if the request pauses while others run, even if it has begun: if it is `idle` and has no `first`."""
-        return self.idle and not self.first
+        """True if the request pauses while others run, even if it has begun: an `idle` one without `never_stored`."""
+        return self.idle and not self.never_stored
 
     @property
     def left_to_server(self) -> str:
@@ -181,12 +181,12 @@ class Ask:
             config = ReuseConfig().changed_by(given.pop("config"))
             prompt = _prompt(given.pop("segments"), ids)
             captures = given.pop("captures")
-            first = tuple(given.pop("first"))
+            never_stored = tuple(given.pop("never_stored"))
             return cls(
                 prompt,
                 config,
                 captures=None if captures is None else tuple(captures),
-                first=first,
+                never_stored=never_stored,
                 **given,
             )
         except (KeyError, TypeError, ValueError) as error:  # signed by another version
@@ -195,8 +195,8 @@ class Ask:
     @property
     def instruction_tokens(self) -> int:
         """Number of tokens before the first chunk: those of the instruction, 0 without one."""
-        first = self.prompt.segments[0]
-        return len(first.token_ids) if first.kind == "system" else 0
+        segment = self.prompt.segments[0]
+        return len(segment.token_ids) if segment.kind == "system" else 0
 
     @property
     def request_salt(self) -> str:
@@ -257,7 +257,7 @@ class Fill:
     """The blocks of one request that are to be filled.
 
     found, scores  result of the look-up, unchanged for the life of the request
-    first, last    positions `first:last` are to be filled; earlier ones come from vLLM's own prefix cache
+    start, stop    positions `start:stop` are to be filled; earlier ones come from vLLM's own prefix cache
     blocks         blocks of the whole prompt
     again          True if it was filled before and then preempted: its segments are not captured twice
     """
@@ -266,15 +266,15 @@ class Fill:
     ask: Ask
     found: LookupResult
     scores: Mapping[str, TokenScores]
-    first: int
-    last: int
+    start: int
+    stop: int
     blocks: tuple[int, ...]
     again: bool = False
 
 
 @dataclass(frozen=True)
-class News:
-    """Report of the workers after a step.
+class StepResult:
+    """What the workers report after a step.
 
     reports    request → its report, see `filling.Filling.report`
     capturing  segments that are being captured; None: unchanged
@@ -283,11 +283,11 @@ class News:
     reports: Mapping[str, FillReport]
     capturing: frozenset[str] | None = None
 
-    def joined(self, other: News) -> News:
-        """Return the news of this rank and another one; if both report a request, this rank's report counts."""
+    def joined(self, other: StepResult) -> StepResult:
+        """Return the results of this rank and another one; if both report a request, this rank's report counts."""
         capturing = (
             self.capturing
             if other.capturing is None
             else other.capturing | (self.capturing or frozenset())
         )
-        return News({**other.reports, **self.reports}, capturing)
+        return StepResult({**other.reports, **self.reports}, capturing)

@@ -91,11 +91,11 @@ def cached_report(
     }
 
 
-def reused_tokens(prompt: Prompt, report: FillReport, *, first: int = 0) -> int:
-    """Return how many tokens from `first` on were reused, see `unchanged_tokens`; 0 if the request was refused."""
+def reused_tokens(prompt: Prompt, report: FillReport, *, counted_from: int = 0) -> int:
+    """Return how many tokens from `counted_from` on were reused, see `unchanged_tokens`; 0 if it was refused."""
     progress = RequestProgress()
     progress.reported(report)
-    return unchanged_tokens(prompt, progress.segment_reports(), first=first)
+    return unchanged_tokens(prompt, progress.segment_reports(), counted_from=counted_from)
 
 
 @dataclass
@@ -108,7 +108,7 @@ class RequestRecord:
     report   report of the connector, see `filling.Filling.report`
     begun    True once it was handed to vLLM
     counted  True once its end was counted
-    alone    True if vLLM computes it without chunk-caches
+    left_to_vllm  True if vLLM computes it without chunk-caches
     unused   see `cached_report`
     remark   note to the client, sent with the statistics; "" if there is nothing to say
     predicted  the answer's tokens with the predictions, if it is to be audited
@@ -123,7 +123,7 @@ class RequestRecord:
     report: FillReport = field(default_factory=FillReport)
     begun: bool = False
     counted: bool = False
-    alone: bool = False
+    left_to_vllm: bool = False
     unused: Mapping[str, str] = field(default_factory=dict)
     remark: str = ""
     predicted: PredictedAnswer | None = None
@@ -173,7 +173,7 @@ class RequestRecord:
                 if output.metrics is not None
                 else 0.0
             )
-            progress.drew_first(at=latency or self.request.clock())
+            progress.first_token_s = latency or self.request.clock()
         generated = progress.generated
         for completion in output.outputs:
             generated += len(completion.token_ids)
@@ -184,12 +184,10 @@ class RequestRecord:
                 continue
             # vLLM says "stop" for an end token, which it counts, and for a stop string, which it names.
             stopped = isinstance(completion.stop_reason, str)
-            progress.finished(
-                "stop" if stopped else _FINISH.get(completion.finish_reason, "closed")
-            )
+            progress.finish = "stop" if stopped else _FINISH.get(completion.finish_reason, "closed")
             generated -= progress.finish == "end"
-        progress.read(generated)
-        if self.alone:
+        progress.generated = max(progress.generated, generated)
+        if self.left_to_vllm:
             cached = output.num_cached_tokens or 0
             self.take(
                 self.report
@@ -341,7 +339,7 @@ class RecordingClient:
                         self._records.end(request_id, self._record)
                     yield output
         except Exception as error:  # counted, then raised again
-            self._record.progress.failed()
+            self._record.progress.finish = "failed"
             self._record.error = type(error).__name__
             raise
         finally:

@@ -62,9 +62,9 @@ def workers_with(
 
 
 def report_of(workers: Workers, name: str = "r") -> Any:
-    news = workers.news()
-    assert news is not None
-    return news.reports[name]
+    result = workers.take_result()
+    assert result is not None
+    return result.reports[name]
 
 
 @pytest.mark.parametrize(

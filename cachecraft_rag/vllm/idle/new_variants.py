@@ -122,7 +122,9 @@ class IdleVariants:
 
     def _next(self, *, unmarked: bool) -> Candidate | None:
         def waits(candidate: Candidate) -> bool:
-            return bool(candidate.first) == unmarked and candidate.identity not in self._running
+            return (
+                bool(candidate.never_stored) == unmarked and candidate.identity not in self._running
+            )
 
         with self._changed:
             self._changed.wait_for(lambda: self._closed or self._wanted.best(waits) is not None)

@@ -236,7 +236,7 @@ async def _with_documents(request: DocumentChatRequest, raw_request: Request) ->
             ask.name,
             remark=remark,
             predicted=engine.predicted_answer(prepared),
-            alone=bool(reason),
+            left_to_vllm=bool(reason),
             unused=dict.fromkeys(ids, reason) if reason else {},
         )
         if reason:  # vLLM computes all of it, and needs no message

@@ -374,7 +374,7 @@ class PlainPrompts:
             prepared.request,
             self._engine.decoder.layout.layers,
             name,
-            alone=prepared.ask is None,
+            left_to_vllm=prepared.ask is None,
             unused=prepared.unused,
             remark=prepared.remark,
             predicted=self._engine.predicted_answer(prepared.request),

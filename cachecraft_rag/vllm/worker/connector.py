@@ -29,7 +29,7 @@ from cachecraft_rag.vllm.messages import (
     Corrections,
     Fill,
     FillReport,
-    News,
+    StepResult,
 )
 from cachecraft_rag.vllm.metrics import StoreCounts, counts_of
 from cachecraft_rag.vllm.options import VLLMConfig
@@ -61,35 +61,36 @@ _NONE: int | None = 0
 class StepWork(KVConnectorMetadata):
     """Scheduler → workers, once per step: fillings to begin, requests to give up, and the most rows to compute.
 
-    alone   True if vLLM itself computes nothing in this step
-    idle    True if no requests are running except those that capture new variants
-    wanted  True if a request waits for captures
+    ended             ids of the requests that have ended or are given up
+    vllm_is_free      True if vLLM itself computes nothing in this step
+    idle              True if no requests are running except those that capture new variants
+    captures_awaited  True if a request waits for captures
     """
 
     fills: list[Fill]
-    gone: list[str]
+    ended: list[str]
     rows: int
-    alone: bool
+    vllm_is_free: bool
     idle: bool
-    wanted: bool
+    captures_awaited: bool
 
 
 @dataclass
-class StepNews(KVConnectorWorkerMetadata):
+class WorkerOutput(KVConnectorWorkerMetadata):
     """Workers → scheduler, once per step."""
 
-    news: News
+    result: StepResult
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        """Return the news of both ranks as one, see `News.joined`."""
-        assert isinstance(other, StepNews), "all ranks run this connector"
-        return StepNews(self.news.joined(other.news))
+        """Return the results of both ranks as one, see `StepResult.joined`."""
+        assert isinstance(other, WorkerOutput), "all ranks run this connector"
+        return WorkerOutput(self.result.joined(other.result))
 
 
 class ConnectorOutput(Protocol):
     """`vllm.v1.outputs.KVConnectorOutput`, the workers' results of a step."""
 
-    kv_connector_worker_meta: StepNews | None
+    kv_connector_worker_meta: WorkerOutput | None
     finished_recving: set[str] | None
 
 
@@ -184,7 +185,7 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
         """Return the work of this step, a `StepWork`, with as many rows as vLLM's own requests leave.
 
         There are at least `ConnectorSettings.least_rows` rows, and exactly as many while the server is idle. Each
-        filling is handed out once. `gone` has the requests that have ended and those to be given up, in order of their
+        filling is handed out once. `ended` has the requests that have ended and those to be given up, in order of their
         ids. Exceptions are not caught, and end vLLM.
         """
         scheduled = int(scheduler_output.total_num_scheduled_tokens)
@@ -197,14 +198,16 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
         if idle:
             # a request that arrives now waits for the end of this step
             rows = self._settings.least_rows
-        gone = sorted({*scheduler_output.finished_req_ids, *scheduling.take_given_up()})
-        return StepWork(fills, gone, rows, scheduled == 0, idle, scheduling.take_wanted())
+        ended = sorted({*scheduler_output.finished_req_ids, *scheduling.take_given_up()})
+        return StepWork(
+            fills, ended, rows, scheduled == 0, idle, scheduling.take_captures_awaited()
+        )
 
     def update_connector_output(self, connector_output: ConnectorOutput) -> None:
-        """Take the workers' news, and note the requests that are filled or given up."""
+        """Take the workers' results, and note the requests that are filled or given up."""
         sent = connector_output.kv_connector_worker_meta
         self._safely(
-            None, lambda: self._scheduling.take_news(sent.news) if sent is not None else None
+            None, lambda: self._scheduling.take_result(sent.result) if sent is not None else None
         )
         self._safely(
             None, lambda: self._scheduling.ended(set(connector_output.finished_recving or ()))
@@ -259,9 +262,9 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
         return self._workers.failed_blocks()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """Return reports and running captures as `StepNews`; None without news."""
-        news = self._safely(None, lambda: self._workers.news())
-        return None if news is None else StepNews(news)
+        """Return reports and running captures as `WorkerOutput`; None if nothing has changed."""
+        result = self._safely(None, lambda: self._workers.take_result())
+        return None if result is None else WorkerOutput(result)
 
     # -- both ---------------------------------------------------------------------------------------------------------
 

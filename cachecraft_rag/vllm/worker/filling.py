@@ -67,7 +67,7 @@ class Filling:
         captures = job.captures if fill.ask.captures is None else fill.ask.captures
         job = replace(
             job,
-            rows=job.rows.finish(range(fill.last, fill.ask.prompt.bounds[-1])),
+            rows=job.rows.finish(range(fill.stop, fill.ask.prompt.bounds[-1])),
             captures=() if fill.again else captures,
         )
         self._loads = loader.begin(self._resolved.to_load, self._resolved.unused)

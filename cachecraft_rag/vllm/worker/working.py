@@ -30,7 +30,7 @@ from cachecraft_rag.kernels.gpu.streams import sent
 from cachecraft_rag.planning.planner import exact_shares
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.store.loading.loader import Loader
-from cachecraft_rag.vllm.messages import Fill, FillReport, News
+from cachecraft_rag.vllm.messages import Fill, FillReport, StepResult
 from cachecraft_rag.vllm.settings import ConnectorSettings
 from cachecraft_rag.vllm.worker.fill_memory import UNLIMITED, FillMemory
 from cachecraft_rag.vllm.worker.filling import Filling
@@ -44,7 +44,7 @@ logger = logging.getLogger("cachecraft_rag.vllm")
 # call that is expected to take at most `LONGEST_CALL_S`. A step costs vLLM some milliseconds, and a request that
 # arrives during a step waits for its end.
 _SLICE_S = 0.05  # while vLLM's own requests wait for the step
-_SLICE_ALONE_S = 0.25  # while vLLM has nothing to compute
+_LONG_SLICE_S = 0.25  # while vLLM has nothing to compute
 # while requests run, the thread that describes captures pauses this many times as long as it worked
 _RESTS = 4
 
@@ -114,8 +114,8 @@ class Workers:
         self._lock = threading.Lock()
         self._turnstile = threading.Lock()
         self._describing = ThreadPoolExecutor(1, thread_name_prefix="cachecraft-captures")
-        self._hurry = threading.Event()  # set: captures are described without pauses
-        self._hurry.set()
+        self._describe_at_once = threading.Event()  # set: captures are described without pauses
+        self._describe_at_once.set()
         self._write_back = WriteBackQueue(
             store,
             namespace=settings.namespace,
@@ -135,17 +135,17 @@ class Workers:
     def step(
         self,
         fills: Iterable[Fill],
-        gone: Iterable[str],
+        ended: Iterable[str],
         *,
         rows: int,
-        alone: bool = False,
+        vllm_is_free: bool = False,
         idle: bool = True,
-        wanted: bool = False,
+        captures_awaited: bool = False,
     ) -> None:
-        """Begin new fillings, drop those in `gone`, and compute up to `rows` rows through all layers.
+        """Begin new fillings, drop those in `ended`, and compute up to `rows` rows through all layers.
 
-        A single rank stops earlier after 0.05 seconds, or after 0.25 seconds if `alone` and not `idle`; several ranks
-        ignore the clock. At least one layer is computed if a filling is ready. Finished fillings are written into
+        A single rank stops earlier after 0.05 seconds, or after 0.25 seconds if `vllm_is_free` and not `idle`; several
+        ranks ignore the clock. At least one layer is computed if a filling is ready. Finished fillings are written into
         vLLM's blocks, and their captures are described in the background.
 
         An exception is logged, and vLLM computes the prompts that it concerns, see `failed_blocks`. With several ranks,
@@ -153,17 +153,17 @@ class Workers:
 
         Args:
             fills: fillings to begin.
-            gone: ids of requests that have ended or are given up; unknown ones are ignored.
+            ended: ids of requests that have ended or are given up; unknown ones are ignored.
             rows: most rows to compute, counted through all layers; the last layer may exceed it.
-            alone: True if vLLM computes nothing in this step.
+            vllm_is_free: True if vLLM computes nothing in this step.
             idle: True if no requests are running, so that new variants may be computed.
-            wanted: True if a request waits for captures, which are then described without pauses.
+            captures_awaited: True if a request waits for captures, which are then described without pauses.
         """
         new = {fill.request_id: fill for fill in fills}
         if not self._broken:
             try:
                 self._step(
-                    new, gone, rows, _SLICE_ALONE_S if alone and not idle else _SLICE_S, idle
+                    new, ended, rows, _LONG_SLICE_S if vllm_is_free and not idle else _SLICE_S, idle
                 )
             # Whatever it is: inside vLLM it would end the server. No single request caused it, so all are left to vLLM.
             except Exception as error:
@@ -174,16 +174,16 @@ class Workers:
                 self._leave_all(new, self._broken or f"a step has failed: {error!r}")
         else:
             self._leave_all(new, self._broken)
-        free = idle or (alone and not self._fillings)
-        if free or wanted or self._storing or self._write_back.crowded:
-            self._hurry.set()
+        free = idle or (vllm_is_free and not self._fillings)
+        if free or captures_awaited or self._storing or self._write_back.crowded:
+            self._describe_at_once.set()
         else:
-            self._hurry.clear()
+            self._describe_at_once.clear()
 
     def _step(
-        self, new: Mapping[str, Fill], gone: Iterable[str], rows: int, slice_s: float, idle: bool
+        self, new: Mapping[str, Fill], ended: Iterable[str], rows: int, slice_s: float, idle: bool
     ) -> None:
-        for name in gone:
+        for name in ended:
             self._drop(name)
         if new:
             self._check_whole_model()
@@ -252,7 +252,7 @@ class Workers:
         self._failed_blocks = set()
         return failed
 
-    def news(self) -> News | None:
+    def take_result(self) -> StepResult | None:
         """Return the reports since the last call, and all segments that are being captured now; None without change."""
         capturing = self._write_back.pending()
         reports = self._reports
@@ -260,13 +260,13 @@ class Workers:
         if not reports and capturing == self._last_capturing:
             return None
         self._last_capturing = capturing
-        return News(reports, capturing)
+        return StepResult(reports, capturing)
 
     def close(self) -> None:
         """Give up unfinished fillings, and finish the captures, waiting without limit. The store stays open."""
         for name in list(self._fillings):
             self._drop(name)
-        self._hurry.set()
+        self._describe_at_once.set()
         self._write_back.close()
         self._describing.shutdown()
 
@@ -287,7 +287,7 @@ class Workers:
             began = time.perf_counter()
             yield
             spent = time.perf_counter() - began
-        self._hurry.wait(_RESTS * spent)
+        self._describe_at_once.wait(_RESTS * spent)
 
     def _describe(self, steps: Work[object], ended: Ended) -> None:
         """Describe a capture in a thread that alternates with the steps."""
@@ -345,8 +345,8 @@ class Workers:
         if (filling := self._fillings.pop(name, None)) is not None:
             self._give_up(filling)
         self._storing.pop(name, None)  # this rank may have finished it
-        first = fill.first // self._block_size
-        self._failed_blocks.update(fill.blocks[first : fill.last // self._block_size + 1])
+        first_block = fill.start // self._block_size
+        self._failed_blocks.update(fill.blocks[first_block : fill.stop // self._block_size + 1])
         self._reports[name] = {"refused": reason}
         self._done.add(name)
 
@@ -451,12 +451,12 @@ class Workers:
     def _finish(self, filling: Filling) -> None:
         fill = filling.fill
         result = filling.end()
-        positions = torch.arange(fill.first, fill.last, device=self._stack.device)
+        positions = torch.arange(fill.start, fill.stop, device=self._stack.device)
         blocks = sent(np.array(fill.blocks), self._stack.device)
         slots = (
             blocks[positions // self._block_size] * self._block_size + positions % self._block_size
         )
-        self._stack.write_blocks(result.buffer.kv, slots, fill.first)
+        self._stack.write_blocks(result.buffer.kv, slots, fill.start)
         captured = self._capture(filling, result)
         if self.first_rank and not fill.again and not fill.ask.idle:
             for planned in filling.plan.segments:
@@ -499,7 +499,7 @@ class Workers:
         extra_variants = {
             capture.segment
             for capture in recorder.captures
-            if ask.idle and capture.segment not in ask.first
+            if ask.idle and capture.segment not in ask.never_stored
         }
         context = CaptureContext(
             segments,
