@@ -324,6 +324,7 @@ USES: tuple[Use, ...] = (
             "prefill_context_parallel_size",
         ),
     ),
+    Use("vllm.config", "SpeculativeConfig", attributes=("method",)),
     Use(
         "vllm.config",
         "CacheConfig",

@@ -35,6 +35,9 @@ _SHAPING = (
     "model_loader_extra_config",
     "config_format",
 )
+# Methods of speculative decoding that draft from token ids alone.
+TOKEN_DRAFTING = ("ngram", "ngram_gpu", "suffix")
+_DRAFT_MODEL = "draft_model"
 # Values of `load_format` that read the checkpoint's own weights.
 _SAME_WEIGHTS = ("auto", "hf", "safetensors", "pt", "fastsafetensors", "runai_streamer")
 _NOTHING: tuple[object, ...] = (None, "", "{}", "auto", "None", False, {})
@@ -106,6 +109,12 @@ class TransferConfig(Protocol):
     kv_connector_extra_config: Mapping[str, object]
 
 
+class SpeculativeConfig(Protocol):
+    """The field of `vllm.config.SpeculativeConfig` that this package reads."""
+
+    method: str | None
+
+
 class VLLMConfig(Protocol):
     """The fields of `vllm.config.VllmConfig` that this package reads."""
 
@@ -116,7 +125,7 @@ class VLLMConfig(Protocol):
     scheduler_config: SchedulerConfig
     compilation_config: CompilationConfig
     lora_config: object
-    speculative_config: object
+    speculative_config: SpeculativeConfig | None
     kv_transfer_config: TransferConfig | None
 
 
@@ -125,7 +134,7 @@ class VLLMOptions:
     """Options of a vLLM server that matter for reuse; other fields have vLLM's own names.
 
     Attributes:
-        speculates: True if speculative decoding is on.
+        drafting: method of speculative decoding; "" if it is off.
         prefetches_weights: True if weights are offloaded and fetched layer by layer during a forward pass.
         max_model_len: the longest context; 0 if none is given, or not as a plain number.
         shaping: (option, value) of each option that changes the model's results.
@@ -140,7 +149,7 @@ class VLLMOptions:
     enable_expert_parallel: bool = False
     disable_sliding_window: bool = False
     model_impl: str = "auto"
-    speculates: bool = False
+    drafting: str = ""
     prefetches_weights: bool = False
     max_model_len: int = 0
     shaping: tuple[tuple[str, str], ...] = ()
@@ -183,17 +192,14 @@ class VLLMOptions:
         known = {
             field.name: type(field.default)
             for field in fields(cls)
-            if field.name not in ("shaping", "max_model_len")
+            if field.name not in ("shaping", "max_model_len", "drafting")
         }
         chosen = {
             name: _as(known[name], name, values[name])
             for name in known
             if values.get(name) is not None
         }
-        chosen["speculates"] = any(
-            values.get(name) not in _NOTHING
-            for name in ("speculative_config", "spec_method", "spec_model")
-        )
+        chosen["drafting"] = _drafting(values)
         chosen["prefetches_weights"] = _prefetches(
             str(values.get("offload_backend") or "auto"),
             _as(int, "offload_group_size", values.get("offload_group_size")),
@@ -228,7 +234,7 @@ class VLLMOptions:
             enable_expert_parallel=bool(parallel.enable_expert_parallel),
             disable_sliding_window=bool(config.model_config.disable_sliding_window),
             model_impl=str(config.model_config.model_impl),
-            speculates=config.speculative_config is not None,
+            drafting=_method_of(config.speculative_config),
             max_model_len=int(config.model_config.max_model_len),
             prefetches_weights=_prefetches(
                 offload.offload_backend, offload.prefetch.offload_group_size
@@ -251,6 +257,35 @@ class VLLMOptions:
             return checkpoint
         version, _, files = checkpoint.partition("-")
         return f"{version}-{digest('served', files, *(part for pair in sorted(shaping) for part in pair))}"
+
+
+def _method_of(config: SpeculativeConfig | None) -> str:
+    return "" if config is None else config.method or _DRAFT_MODEL
+
+
+def _drafting(values: Mapping[str, object]) -> str:
+    """Return the method of speculative decoding that vLLM will take; if only a model is named, `_DRAFT_MODEL`."""
+    config = values.get("speculative_config")
+    given = {} if config in _NOTHING else _parts(config)
+    method = values.get("spec_method") or given.get("method")
+    model = values.get("spec_model") or given.get("model")
+    if not (given or method or model):
+        return ""
+    # vLLM takes the model "[ngram]" for the method
+    word = str(method or model).strip("[]")
+    return word if method or word in TOKEN_DRAFTING else _DRAFT_MODEL
+
+
+def _parts(value: object) -> Mapping[str, object]:
+    """Return the parts of an object that is given as such, as JSON, or as "name=value" words of a command line."""
+    if isinstance(value, Mapping):
+        return value
+    try:
+        parts = json.loads(str(value))
+    except ValueError:
+        pairs = (word.partition("=") for word in str(value).split())
+        return {name: part for name, _, part in pairs}
+    return parts if isinstance(parts, Mapping) else {}
 
 
 def _prefetches(backend: str, group_size: int) -> bool:

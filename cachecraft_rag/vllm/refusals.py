@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from cachecraft_rag.errors import UnsupportedModelError
 from cachecraft_rag.model.checkpoint import longrope_context, rope_parameters_of
-from cachecraft_rag.vllm.options import VLLMOptions
+from cachecraft_rag.vllm.options import TOKEN_DRAFTING, VLLMOptions
 from cachecraft_rag.vllm.plugin import ARCHITECTURES
 
 if TYPE_CHECKING:
@@ -199,10 +199,12 @@ def _of_options(options: VLLMOptions) -> Iterator[Refusal]:
             "LoRA adapters change keys and values from request to request",
             "Leave out --enable-lora; an adapter that is merged into the weights can be served",
         )
-    if options.speculates:
+    if options.drafting and options.drafting not in TOKEN_DRAFTING:
         yield Refusal(
-            "with speculative decoding, a draft model's own KV cache would stay empty",
-            "Leave out --speculative-config",
+            f"its drafts ({options.drafting}) are computed from a KV cache or hidden states of the whole prompt, which "
+            "reused tokens do not have",
+            'Draft from tokens, `-- --speculative-config \'{"method": "ngram", "num_speculative_tokens": 4}\'`, or '
+            "leave it out",
         )
     if options.prefetches_weights:
         yield Refusal(

@@ -200,11 +200,20 @@ ARGUMENTS: list[tuple[list[str], dict[str, Any], str]] = [
         "Leave out --kv-cache-dtype",
     ),
     (
-        ["--speculative-config", '{"method": "ngram"}'],
-        {"top__speculative_config": object()},
-        "draft model",
+        ["--speculative-config", '{"method": "eagle3", "model": "a/head"}'],
+        {"top__speculative_config": SimpleNamespace(method="eagle3")},
+        "its drafts (eagle3) are computed from a KV cache",
     ),
-    (["-sc.method", "ngram"], {"top__speculative_config": object()}, "draft model"),
+    (
+        ["-sc.method", "mtp", "-sc.num_speculative_tokens=2"],
+        {"top__speculative_config": SimpleNamespace(method="mtp")},
+        'Draft from tokens, `-- --speculative-config \'{"method": "ngram"',
+    ),
+    (
+        ["-sc.model", "a/smaller-model"],
+        {"top__speculative_config": SimpleNamespace(method="draft_model")},
+        "its drafts (draft_model)",
+    ),
     (["--offload-group-size", "8"], {"offload__group_size": 8}, "--cpu-offload-gb works"),
     (
         ["--offload-backend=prefetch"],
@@ -234,6 +243,24 @@ def test_options_that_are_refused(arguments: list[str], changed: dict[str, Any],
     assert early is not None
     assert says in str(early.error("the model"))
     assert start_up_refusal(vllm_config(**changed), ONE) == early
+
+
+@pytest.mark.parametrize(
+    ("arguments", "method"),
+    [
+        (["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 4}'], "ngram"),
+        (["--speculative_config={'method': 'ngram'}", "--spec-method", "ngram_gpu"], "ngram_gpu"),
+        (["-sc.method", "suffix", "-sc.num_speculative_tokens", "8"], "suffix"),
+        (["-sc.model", "[ngram]"], "ngram"),
+        (["--spec-model=ngram", "--spec-tokens=4"], "ngram"),
+    ],
+)
+def test_drafts_from_tokens_are_no_reason(arguments: list[str], method: str) -> None:
+    options = VLLMOptions.from_arguments(arguments)
+    assert options.drafting == method
+    assert refusal(hf_config(), options) is None
+    config = vllm_config(top__speculative_config=SimpleNamespace(method=method))
+    assert start_up_refusal(config, ONE) is None
 
 
 LONGROPE = {
