@@ -124,7 +124,6 @@ class VLLMConfig(Protocol):
     offload_config: OffloadConfig
     scheduler_config: SchedulerConfig
     compilation_config: CompilationConfig
-    lora_config: object
     speculative_config: SpeculativeConfig | None
     kv_transfer_config: TransferConfig | None
 
@@ -140,7 +139,6 @@ class VLLMOptions:
         shaping: (option, value) of each option that changes the model's results.
     """
 
-    enable_lora: bool = False
     kv_cache_dtype: str = "auto"
     pipeline_parallel_size: int = 1
     decode_context_parallel_size: int = 1
@@ -158,11 +156,11 @@ class VLLMOptions:
     def from_arguments(cls, arguments: Sequence[str]) -> Self:
         """Read the options from vLLM's command line without importing vLLM, which takes many seconds.
 
-        Unknown options are ignored, and so are forms such as `--no-enable-lora`. Of a repeated option the last value
-        counts. Raises ConfigError for a value that is not a whole number where vLLM takes one, but a `max_model_len`
-        such as "8k" is read as 0.
+        Unknown options are ignored, and so are forms such as `--no-enable-expert-parallel`. The last value of a
+        repeated option counts. Raises ConfigError for a value that is not a whole number where vLLM takes one, but a
+        `max_model_len` such as "8k" is read as 0.
 
-        >>> VLLMOptions.from_arguments(["--enable-lora", "--kv_cache_dtype=fp8", "-pp", "2"]).kv_cache_dtype
+        >>> VLLMOptions.from_arguments(["--kv_cache_dtype=fp8", "-pp", "2"]).kv_cache_dtype
         'fp8'
         """
         values: dict[str, str | bool] = {}
@@ -225,7 +223,6 @@ class VLLMOptions:
         parallel = config.parallel_config
         offload = config.offload_config
         return cls(
-            enable_lora=config.lora_config is not None,
             kv_cache_dtype=str(config.cache_config.cache_dtype),
             pipeline_parallel_size=parallel.pipeline_parallel_size,
             decode_context_parallel_size=parallel.decode_context_parallel_size,

@@ -28,6 +28,8 @@ _STANDARD_KV = ("auto", "float16", "bfloat16", "float32", "half", "float")
 _NORMED_AFTER_ROTATION = (
     "its queries and keys are normalised after their rotation, so its keys cannot be moved"
 )
+# Reason why vLLM computes a request without chunk-caches.
+USES_ADAPTER = "it uses a LoRA adapter, and chunk-caches hold the base model's keys and values"
 # Architectures that vLLM runs with layers whose keys cannot be moved, and the reason.
 _REFUSED_LAYERS = {
     "GPTBigCodeForCausalLM": "learned positions are added to its tokens, so its keys cannot be moved",
@@ -194,11 +196,6 @@ def _of_kv_caches(config: PretrainedConfig, options: VLLMOptions) -> Iterator[Re
 
 
 def _of_options(options: VLLMOptions) -> Iterator[Refusal]:
-    if options.enable_lora:
-        yield Refusal(
-            "LoRA adapters change keys and values from request to request",
-            "Leave out --enable-lora; an adapter that is merged into the weights can be served",
-        )
     if options.drafting and options.drafting not in TOKEN_DRAFTING:
         yield Refusal(
             f"its drafts ({options.drafting}) are computed from a KV cache or hidden states of the whole prompt, which "

@@ -62,7 +62,7 @@ def vllm_config(hf: Any = None, **changed: Any) -> Any:
             "prefill_context_parallel_size": 1,
             "enable_expert_parallel": False,
         },
-        "top": {"lora_config": None, "speculative_config": None},
+        "top": {"speculative_config": None},
         "cache": {"cache_dtype": "auto"},
         "offload": {"offload_backend": "auto", "group_size": 0},
     }
@@ -192,8 +192,6 @@ def test_a_window_that_vllm_switches_off_is_no_reason() -> None:
 
 
 ARGUMENTS: list[tuple[list[str], dict[str, Any], str]] = [
-    (["--enable-lora"], {"top__lora_config": object()}, "Leave out --enable-lora"),
-    (["--kv-cache-dtype", "fp8"], {"cache__cache_dtype": "fp8"}, "the KV cache is quantised (fp8)"),
     (
         ["--kv_cache_dtype=fp8_e5m2"],
         {"cache__cache_dtype": "fp8_e5m2"},
@@ -367,6 +365,7 @@ def test_options_without_an_effect_are_no_reason() -> None:
     assert VLLMOptions.from_arguments(fine).shaping == ()
 
 
+        "--enable-lora",
 def test_a_number_that_is_none_is_refused() -> None:
     with pytest.raises(
         ConfigError, match="--pipeline-parallel-size must be a whole number, and is 'two'"
@@ -403,7 +402,6 @@ def test_what_only_a_running_vllm_knows(
         ("DeepseekV3", [], "latent (MLA)"),
         ("HunYuanDenseV1", [], "normalised after their rotation"),
         ("Mamba", [], "state-space model"),
-        ("Llama", ["--enable-lora"], "LoRA"),
         ("Llama", ["--kv-cache-dtype", "fp8"], "quantised (fp8)"),
         ("Llama", ["--offload-group-size", "4"], "another layer's weights"),
     ],
