@@ -38,6 +38,8 @@ _SHAPING = (
 # Methods of speculative decoding that draft from token ids alone.
 TOKEN_DRAFTING = ("ngram", "ngram_gpu", "suffix")
 _DRAFT_MODEL = "draft_model"
+# Values of `kv_cache_dtype` with one scale for a layer's keys and one for its values → the form of their numbers.
+FP8_CACHES = {"fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3", "fp8_e5m2": "fp8_e5m2"}
 # Values of `load_format` that read the checkpoint's own weights.
 _SAME_WEIGHTS = ("auto", "hf", "safetensors", "pt", "fastsafetensors", "runai_streamer")
 _NOTHING: tuple[object, ...] = (None, "", "{}", "auto", "None", False, {})
@@ -209,6 +211,8 @@ class VLLMOptions:
             for name in _SHAPING
             if values.get(name) not in _NOTHING
         ]
+        if cache_dtype := FP8_CACHES.get(chosen.get("kv_cache_dtype", "")):
+            shaping.append(("kv_cache_dtype", cache_dtype))
         chosen["shaping"] = tuple(
             pair for pair in shaping if pair[0] != "load_format" or pair[1] not in _SAME_WEIGHTS
         )

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from cachecraft_rag.errors import UnsupportedModelError
 from cachecraft_rag.model.checkpoint import longrope_context, rope_parameters_of
-from cachecraft_rag.vllm.options import TOKEN_DRAFTING, VLLMOptions
+from cachecraft_rag.vllm.options import FP8_CACHES, TOKEN_DRAFTING, VLLMOptions
 from cachecraft_rag.vllm.plugin import ARCHITECTURES
 
 if TYPE_CHECKING:
@@ -184,22 +184,26 @@ def _of_windows(text: PretrainedConfig, options: VLLMOptions) -> Iterator[Refusa
 
 def _of_kv_caches(config: PretrainedConfig, options: VLLMOptions) -> Iterator[Refusal]:
     dtype = options.kv_cache_dtype
-    if dtype not in _STANDARD_KV:
-        yield Refusal(f"the KV cache is quantised ({dtype})", "Leave out --kv-cache-dtype")
+    if dtype not in (*_STANDARD_KV, *FP8_CACHES):
+        yield Refusal(
+            f"the KV cache is quantised in a form that cannot be filled ({dtype})",
+            "Use `-- --kv-cache-dtype fp8`, or leave it out",
+        )
     scheme = getattr(config, "quantization_config", None) or {}
     if isinstance(scheme, dict) and dtype == "auto":
         quantised = scheme.get("kv_cache_scheme") or scheme.get("kv_cache_quant_algo")
         if quantised:
             yield Refusal(
-                "its checkpoint asks for a quantised KV cache", "Add `-- --kv-cache-dtype bfloat16`"
+                "its checkpoint asks for a quantised KV cache, and the option does not say which",
+                "Add `-- --kv-cache-dtype fp8`, or bfloat16",
             )
 
 
 def _of_options(options: VLLMOptions) -> Iterator[Refusal]:
     if options.drafting and options.drafting not in TOKEN_DRAFTING:
         yield Refusal(
-            f"its drafts ({options.drafting}) are computed from a KV cache or hidden states of the whole prompt, which "
-            "reused tokens do not have",
+            f"its drafts ({options.drafting}) are not made from tokens alone: reused tokens have neither the KV cache "
+            "of a drafting model nor hidden states",
             'Draft from tokens, `-- --speculative-config \'{"method": "ngram", "num_speculative_tokens": 4}\'`, or '
             "leave it out",
         )

@@ -152,7 +152,7 @@ MODELS: list[tuple[str, dict[str, Any], str]] = [
                 "kv_cache_scheme": {"num_bits": 8},
             }
         },
-        "--kv-cache-dtype bfloat16",
+        "Add `-- --kv-cache-dtype fp8`, or bfloat16",
     ),
     (
         "Mistral",
@@ -193,14 +193,19 @@ def test_a_window_that_vllm_switches_off_is_no_reason() -> None:
 
 ARGUMENTS: list[tuple[list[str], dict[str, Any], str]] = [
     (
-        ["--kv_cache_dtype=fp8_e5m2"],
-        {"cache__cache_dtype": "fp8_e5m2"},
-        "Leave out --kv-cache-dtype",
+        ["--kv-cache-dtype", "nvfp4"],
+        {"cache__cache_dtype": "nvfp4"},
+        "in a form that cannot be filled (nvfp4). Use `-- --kv-cache-dtype fp8`, or leave it out",
+    ),
+    (
+        ["--kv_cache_dtype=int8_per_token_head"],
+        {"cache__cache_dtype": "int8_per_token_head"},
+        "(int8_per_token_head)",
     ),
     (
         ["--speculative-config", '{"method": "eagle3", "model": "a/head"}'],
         {"top__speculative_config": SimpleNamespace(method="eagle3")},
-        "its drafts (eagle3) are computed from a KV cache",
+        "its drafts (eagle3) are not made from tokens alone",
     ),
     (
         ["-sc.method", "mtp", "-sc.num_speculative_tokens=2"],
@@ -360,12 +365,12 @@ def test_options_without_an_effect_are_no_reason() -> None:
         "uva",
         "--offload-group-size",
         "4",
+        "--enable-lora",
     ]
     assert refusal(hf_config(), VLLMOptions.from_arguments(fine)) is None
     assert VLLMOptions.from_arguments(fine).shaping == ()
 
 
-        "--enable-lora",
 def test_a_number_that_is_none_is_refused() -> None:
     with pytest.raises(
         ConfigError, match="--pipeline-parallel-size must be a whole number, and is 'two'"
@@ -402,7 +407,8 @@ def test_what_only_a_running_vllm_knows(
         ("DeepseekV3", [], "latent (MLA)"),
         ("HunYuanDenseV1", [], "normalised after their rotation"),
         ("Mamba", [], "state-space model"),
-        ("Llama", ["--kv-cache-dtype", "fp8"], "quantised (fp8)"),
+        ("Llama", ["--spec-model", "a/smaller-model"], "its drafts (draft_model)"),
+        ("Llama", ["--kv-cache-dtype", "nvfp4"], "cannot be filled (nvfp4)"),
         ("Llama", ["--offload-group-size", "4"], "another layer's weights"),
     ],
 )
@@ -459,6 +465,8 @@ SHAPING: list[tuple[list[str], dict[str, Any]]] = [
     ),
     (["--hf-config-path", "elsewhere"], {"hf_config_path": "elsewhere"}),
     (["--load-format", "dummy"], {"load_format": "dummy"}),
+    (["--kv-cache-dtype", "fp8"], {"kv_cache_dtype": "fp8"}),
+    (["--kv-cache-dtype=fp8_e5m2"], {"kv_cache_dtype": "fp8_e5m2"}),
 ]
 
 
@@ -472,6 +480,10 @@ def test_options_that_shape_the_model_change_its_fingerprint() -> None:
         assert fingerprint.startswith("2-")
         assert fingerprint not in seen
         seen.add(fingerprint)
+    caches_in_fp8 = [
+        VLLMOptions.from_arguments(["--kv-cache-dtype", name]) for name in ("fp8", "fp8_e4m3")
+    ]
+    assert len({options.fingerprint("2-abc") for options in caches_in_fp8}) == 1
     own = VLLMOptions.from_arguments(["-q", "awq", "--load-format", "safetensors"])
     assert own.fingerprint("2-abc", own_quantization="awq") == "2-abc"
     assert own.fingerprint("2-abc") != "2-abc"
