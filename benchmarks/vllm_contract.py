@@ -285,7 +285,6 @@ USES: tuple[Use, ...] = (
             "parallel_config",
             "cache_config",
             "scheduler_config",
-            "lora_config",
             "speculative_config",
             "compilation_config",
             "kv_transfer_config",
@@ -323,6 +322,22 @@ USES: tuple[Use, ...] = (
             "decode_context_parallel_size",
             "prefill_context_parallel_size",
         ),
+    ),
+    Use("vllm.config", "SpeculativeConfig", attributes=("method",)),
+    # LoRA: the adapters of a step are set before the connector is called, and again for each step.
+    Use(
+        "vllm.lora.model_manager",
+        "LoRAModelManager.set_adapter_mapping",
+        parameters=("self", "mapping"),
+    ),
+    Use(
+        "vllm.lora.model_manager",
+        text=("self.model.lora_manager = self", "self._last_mapping: LoRAMapping | None = None"),
+    ),
+    Use(
+        "vllm.lora.layers.utils",
+        "LoRAMapping",
+        attributes=("index_mapping", "prompt_mapping", "is_prefill"),
     ),
     Use(
         "vllm.config",
@@ -406,7 +421,6 @@ USES: tuple[Use, ...] = (
             "max_num_queued_reqs",
             "tensor_parallel_size",
             "kv_cache_dtype",
-            "enable_lora",
             "speculative_config",
             "spec_method",
             "spec_model",

@@ -48,7 +48,7 @@ from cachecraft_rag.vllm.idle.audits import (
 )
 from cachecraft_rag.vllm.idle.new_variants import Captured, IdleVariants
 from cachecraft_rag.vllm.messages import FIELD, Ask, FillReport
-from cachecraft_rag.vllm.options import VLLMOptions
+from cachecraft_rag.vllm.options import FP8_CACHES, VLLMOptions
 from cachecraft_rag.vllm.refusals import missing_arguments
 from cachecraft_rag.vllm.self_check import Predicted, check_prompt, self_check
 from cachecraft_rag.vllm.served_model import VLLMModel
@@ -153,9 +153,11 @@ class VLLMBackend:
         without chunk-caches; ConfigError if vLLM's `max_logprobs` is 0.
         """
         context = self._model.context_length
-        block_size = int(self._calls.vllm_config.cache_config.block_size)
+        cache_config = self._calls.vllm_config.cache_config
         prompt = check_prompt(
-            len(self._model.tokenizer), block_size=block_size, context_length=context
+            len(self._model.tokenizer),
+            block_size=int(cache_config.block_size),
+            context_length=context,
         )
         if prompt is None:
             logger.warning(
@@ -177,6 +179,7 @@ class VLLMBackend:
                 self._predicted,
                 kept=all_kept,
                 dtype=self._model.layout.dtype,
+                cache_dtype=FP8_CACHES.get(str(cache_config.cache_dtype), ""),
             )
         finally:
             if self._store.rows(captured):  # empty for a read-only store, which cannot evict

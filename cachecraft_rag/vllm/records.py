@@ -24,6 +24,7 @@ from cachecraft_rag.types.prompts import Prompt
 from cachecraft_rag.vllm.calls import EngineClient, RequestOutput
 from cachecraft_rag.vllm.idle.audits import KEPT, PredictedAnswer
 from cachecraft_rag.vllm.messages import FIELD, FillReport
+from cachecraft_rag.vllm.refusals import USES_ADAPTER
 
 
 class RequestParams(Protocol):
@@ -129,6 +130,14 @@ class RequestRecord:
     predicted: PredictedAnswer | None = None
     trace: ServedTrace | None = None
     error: str | None = None
+
+    def leave(self, reason: str) -> None:
+        """Note that vLLM computes the request without chunk-caches, for this reason; it is not audited then."""
+        segments = self.request.prompt.segments[:-1]
+        self.left_to_vllm = True
+        self.unused = dict.fromkeys([segment.segment_id for segment in segments], reason)
+        self.remark = f"left to vLLM: {reason}"
+        self.predicted = None
 
     def begin_trace(
         self, model: str, params: RequestParams, headers: Mapping[str, str] | None
@@ -314,6 +323,8 @@ class RecordingClient:
         audit. The record is kept also if the request fails or is aborted.
         """
         self._record.begun = True
+        if options.get("lora_request") is not None:
+            self._record.leave(USES_ADAPTER)
         self._record.request_predictions(params)
         self._record.request = replace(self._record.request, request_id=request_id)
         if is_tracing():

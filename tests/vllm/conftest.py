@@ -192,8 +192,15 @@ class Server:
             given |= {"gpu_memory_utilization": 0.15, "kv_cache_memory_bytes": 1 << 30}
         self.llm: Any = LLM(model=str(model), **(given | served.arguments | options))
 
-    def ask(self, asks: list[Ask | list[int]], *, tokens: int = 16, **options: Any) -> list[Served]:
-        """Serve these at once; token ids alone are a plain prompt."""
+    def ask(
+        self,
+        asks: list[Ask | list[int]],
+        *,
+        tokens: int = 16,
+        adapters: list[Any] | None = None,
+        **options: Any,
+    ) -> list[Served]:
+        """Serve these at once; token ids alone are a plain prompt. `adapters` has a LoRA request or None for each."""
         from vllm import SamplingParams
 
         from cachecraft_rag.vllm.messages import FIELD
@@ -213,7 +220,7 @@ class Server:
                 prompts.append({"prompt_token_ids": ask.prompt.token_ids, "cache_salt": salt})
                 how["extra_args"] = {"kv_transfer_params": {FIELD: ask.message(self.key)}}
             params.append(SamplingParams(**how))
-        outputs = self.llm.generate(prompts, params, use_tqdm=False)
+        outputs = self.llm.generate(prompts, params, use_tqdm=False, lora_request=adapters)
         found = []
         for output in outputs:
             best = output.outputs[0]

@@ -381,7 +381,6 @@ def test_settings_that_are_refused_have_these_names() -> None:
         "parallel_config",
         "cache_config",
         "scheduler_config",
-        "lora_config",
         "speculative_config",
     }
     assert parts <= VllmConfig.__dataclass_fields__.keys()

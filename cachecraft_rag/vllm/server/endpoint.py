@@ -227,19 +227,15 @@ async def _with_documents(request: DocumentChatRequest, raw_request: Request) ->
             asked = replace(asked, tools=())
         prepared, ask = engine.prepare(asked, session=session)
         reason = ask.left_to_server
-        left = f"left to vLLM: {reason}" if reason else ""
-        remark = left or uncaptured_note(asked.config, engine.config)
-        ids = [segment.segment_id for segment in prepared.prompt.segments[:-1]]
         record = RequestRecord(
             prepared,
             engine.decoder.layout.layers,
             ask.name,
-            remark=remark,
+            remark=uncaptured_note(asked.config, engine.config),
             predicted=engine.predicted_answer(prepared),
-            left_to_vllm=bool(reason),
-            unused=dict.fromkeys(ids, reason) if reason else {},
         )
         if reason:  # vLLM computes all of it, and needs no message
+            record.leave(reason)
             return record, {"prompt_token_ids": prepared.prompt.token_ids}
         return record, engine.transfer(ask)
 

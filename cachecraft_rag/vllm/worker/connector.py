@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
@@ -35,6 +36,7 @@ from cachecraft_rag.vllm.metrics import StoreCounts, counts_of
 from cachecraft_rag.vllm.options import VLLMConfig
 from cachecraft_rag.vllm.processes import settle_in
 from cachecraft_rag.vllm.settings import ConnectorSettings
+from cachecraft_rag.vllm.worker.adapters import Adapters
 from cachecraft_rag.vllm.worker.fill_memory import fill_memory
 from cachecraft_rag.vllm.worker.interfaces import (
     CausalLM,
@@ -117,6 +119,7 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
         if role == KVConnectorRole.WORKER:
             model = _running_model(vllm_config)
             self._reserved = model.reserved_memory
+            self._adapters = Adapters(model)
             stack = WorkerStack(model, ranks_of_worker())
             warm_up(stack)
         memory = fill_memory(vllm_config, self._settings)
@@ -240,7 +243,12 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
         assert isinstance(work, StepWork), "made by build_connector_meta"
         if work.fills:
             self._reserved.clear()  # vLLM has its KV cache and its graphs by now
-        self._safely(None, lambda: self._workers.step(**vars(work)))
+        self._safely(None, lambda: self._step(work))
+
+    def _step(self, work: StepWork) -> None:
+        has_passes = work.fills or self._workers.is_filling
+        with self._adapters.inactive() if has_passes else nullcontext():
+            self._workers.step(**vars(work))
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Do nothing: blocks are filled before vLLM computes with them."""

@@ -207,6 +207,11 @@ class Workers:
             if self._ranks.size == 1 and time.perf_counter() > deadline:
                 return
 
+    @property
+    def is_filling(self) -> bool:
+        """True while blocks of a request are being filled."""
+        return bool(self._fillings)
+
     def _check_whole_model(self) -> None:
         """Use the model's own forward if its first pass is right on all ranks; otherwise log why it is not used."""
         model = self._unchecked
