@@ -14,7 +14,6 @@ from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.planning.config import ReuseConfig, ReuseMethod
 from cachecraft_rag.planning.reasons import Reason
-from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store import ChunkCacheStore, RowFilter
 from cachecraft_rag.types.documents import Chunk
 
