@@ -851,15 +851,20 @@ def test_a_preempted_request_is_filled_again_also_when_its_prompt_is_forgotten(
     assert scheduling.matched(request_of(ask, "new"), question - 1) == 0
 
 
-def test_the_papers_methods_act_in_one_request(
+@pytest.mark.parametrize(
+    "config",
+    [ReuseConfig.paper(method=ReuseMethod.paper(early_termination_window=1)), ReuseConfig()],
+    ids=["paper", "default"],
+)
+def test_variants_focus_and_tail_loading_act_in_one_request(
     decoder: Decoder,
     stack: BlockStack,
     settings: ConnectorSettings,
     tmp_path: Path,
     front_is_late: Callable[..., None],
+    config: ReuseConfig,
 ) -> None:
-    """Variant selection, early termination and loading from the back, from the disk; as through the frameworks."""
-    paper = ReuseConfig.paper(method=ReuseMethod.paper(early_termination_window=1))
+    """From the disk, as through the frameworks."""
     texts = [
         f"The {thing} of Arden dates from 1701 and leaks wherever it can. "
         for thing in ("inn", "mill", "well")
@@ -870,14 +875,14 @@ def test_the_papers_methods_act_in_one_request(
         Engine(decoder, store, new_variants="off") as engine,
     ):
         for behind in ([front], [CHUNKS[0], third], [second, third], [CHUNKS[0], second]):
-            list(engine.stream("Why?", behind[::-1], config=replace(paper, reuse=False)))
+            list(engine.stream("Why?", behind[::-1], config=replace(config, reuse=False)))
             engine.settle()
         prompt = engine.prompts.build("When was it built?", chunks[::-1])
         front_is_late(engine.prompts, front)
     with ChunkCacheStore.open(tmp_path / "cold") as store:
         scheduling = Scheduling(store, settings, block_size=BLOCK, prefix_caching=True)
         workers = Workers(stack, store, settings, block_size=BLOCK)  # type: ignore[arg-type]
-        run(workers, [fill_of(scheduling, Ask(prompt, paper, captures=(), details=True))])
+        run(workers, [fill_of(scheduling, Ask(prompt, config, captures=(), details=True))])
         result = workers.take_result()
         workers.close()
         assert result is not None
@@ -887,7 +892,13 @@ def test_the_papers_methods_act_in_one_request(
     assert second.chunk_id in variants[behind[1]["variant_id"]].key.origin_prefix
     assert first["reason"] == "computed_faster"
     assert [one["tier"] for one in behind] == ["disk", "disk"]
-    assert report["focus_layer"] == 0
+    decided = [one["in_focus"] for one in (first, *behind)]
+    if config.method.early_termination == "published":
+        assert report["focus_layer"] == 0
+    else:  # the probe decides, and nothing is spared
+        assert True in decided
+        assert None not in decided
+        assert [one["spared"] for one in report["segments"]] == [0] * 5
 
 
 @pytest.mark.parametrize(
