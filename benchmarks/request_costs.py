@@ -8,7 +8,8 @@ device  the workers' side of the connector on a simulated GPU (`benchmarks.late_
 vllm    vLLM's CPU build with a tiny model of as many layers: operations, calls, engine steps, SQL statements, and CPU
         time. It runs in an environment with vLLM; elsewhere it is left out
 
-A GPU adds its own time to each launch; counts are the same on every machine.
+A GPU adds its own time to each launch; counts are the same on every machine. For 32 layers a cost model says how long
+the request would take on a GPU (`benchmarks.request_model`).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import numpy as np
 import torch
 import typer
 
+from benchmarks.request_model import model
 from cachecraft_rag.cli.console import out
 from cachecraft_rag.cli.options import print_json
 from cachecraft_rag.planning.config import ReuseConfig
@@ -119,7 +121,10 @@ def fill_of(
 
 
 def measure(size: Size, folder: Path) -> dict[str, Any]:
-    """Return the counts of one request; those over vLLM are None without vLLM."""
+    """Return the counts of one request; those over vLLM are None without vLLM.
+
+    The cost model is of the default size only, and None for others.
+    """
     from benchmarks import device_costs
 
     figures: dict[str, Any] = {"size": asdict(size) | {"chunks": size.chunks}}
@@ -131,6 +136,9 @@ def measure(size: Size, folder: Path) -> dict[str, Any]:
         parts["vllm"] = lambda: _vllm(size, folder / "vllm")
     for name in ("device", "vllm"):
         figures[name] = parts[name]() if name in parts else None
+    figures["model"] = None
+    if figures["device"] and size == Size():
+        figures["model"] = model(figures["device"])
     return figures
 
 
@@ -152,7 +160,7 @@ def main(
     if as_json:
         print_json(figures)
         return
-    for part in ("device", "vllm"):
+    for part in ("device", "vllm", "model"):
         out.print(
             f"{part}:" if figures[part] else f"{part}: left out; it needs a suitable environment"
         )
