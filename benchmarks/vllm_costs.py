@@ -92,6 +92,9 @@ def measure(size: Size, requests: Requests, folder: Path) -> dict[str, Any]:
     operations        torch's operations without views: of this package's steps, and of vLLM's own forwards
     layer_calls, attend_calls, block_writes  calls of a layer, of its attention, and of vLLM's write to its blocks
     sql               statements that the request waits for, and others
+    python_ms         Python's part of `cpu_ms` for each phase, and of all phases together: measured again while
+                      attention, drift correction, placing and writing compute nothing. vLLM's layers still compute, but
+                      their widths are tiny
     cpu_ms            CPU time of the engine's thread: planning (in vLLM's scheduler), begin (plan, buffers, rows),
                       layers (probe and pass), end (written blocks, report), rest of the filling (placing on a CPU, the
                       plan after the probe), the token step, and the whole request with vLLM's own parts
@@ -110,6 +113,11 @@ def measure(size: Size, requests: Requests, folder: Path) -> dict[str, Any]:
             own = _counted(tally, lambda: serve(requests.reuse.prompt.token_ids))
             tally.counts_operations = False
             counted["cpu_ms"] = _fastest(tally, lambda: serve(requests.reuse))
+            with _without_arithmetic():
+                python_ms = _fastest(tally, lambda: serve(requests.reuse))
+            del python_ms["whole request"]
+            python_ms["critical path"] = round(sum(python_ms.values()), 2)
+            counted["python_ms"] = python_ms
             own["cpu_ms"] = _fastest(tally, lambda: serve(requests.reuse.prompt.token_ids))
     kept = ("engine_steps", "operations", "cpu_ms")
     return counted | {"own": {name: own[name] for name in kept}}
@@ -204,6 +212,36 @@ def _instrumented(tally: Tally) -> Iterator[None]:
                 write_blocks(stack, *args)
 
         patches.enter_context(patch.object(WorkerStack, "write_blocks", counted_writes))
+        yield
+
+
+@contextlib.contextmanager
+def _without_arithmetic() -> Iterator[None]:
+    """Replace what a GPU would compute for this package by functions that compute nothing."""
+    from cachecraft_rag.compute import kv_buffer, row_pass
+    from cachecraft_rag.compute.stale_tokens import probe
+    from cachecraft_rag.kernels.cpu import calls
+
+    def attention(q: torch.Tensor, *_: Any, out: Any = None, **_named: Any) -> Any:
+        return q if out is None else out
+
+    def received(_q: Any, k: torch.Tensor, *_: Any, **_named: Any) -> torch.Tensor:
+        return torch.linspace(0.0, 1.0, len(k))
+
+    def nothing(*_: Any, **_named: Any) -> None:
+        """Compute nothing."""
+
+    replaced: list[tuple[Any, str, Any]] = [
+        (row_pass, "attention", attention),
+        (row_pass, "scatter_rows", nothing),
+        (kv_buffer, "place_all", nothing),
+        (probe, "attention_received", received),
+        (calls.Drift, "correct", nothing),
+        (_attention_backend(), "do_kv_cache_update", nothing),
+    ]
+    with contextlib.ExitStack() as patches:
+        for owner, name, function in replaced:
+            patches.enter_context(patch.object(owner, name, function))
         yield
 
 
