@@ -51,4 +51,4 @@ def test_a_layer_takes_few_launches(tmp_path: Path) -> None:
     assert kernels["combine"] <= kernels["attend"]
     others = counts["launches"] - kernels["combine"]
     assert others <= 5.5 * layers, "four a layer, two a layer of the probe, and the plan"
-    assert counts["launches"] + counts["block_writes"] <= 7.5 * layers
+    assert counts["launches"] + counts["block_writes"] <= 8 * layers
