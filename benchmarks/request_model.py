@@ -67,7 +67,7 @@ class Host:
     torch_launch: float = 0.004
     triton_launch: float = 0.008
     triton_call: float = 0.045
-    layer: float = 0.20
+    layer: float = 0.22
     copy_call: float = 0.1
     end: float = 1.0
     factor: float = 1.0
