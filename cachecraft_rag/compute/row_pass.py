@@ -298,12 +298,14 @@ class RowPass:
         self._check_repeatable(layer, is_repeated)
         self._started_layer = layer
 
+        is_written = False
         if self._drift is not None and not is_repeated:
             with self.timer("drift"):
-                self._drift.correct(layer, merged, keys, v)
+                is_written = self._drift.correct(layer, merged, keys, v)
 
-        with self.timer("placing"):
-            scatter_rows(merged, keys, v, self.where)
+        if not is_written:
+            with self.timer("placing"):
+                scatter_rows(merged, keys, v, self.where)
 
         if self._observer is not None and not is_repeated:
             watched_queries = queries[self._watched_rows]
@@ -311,7 +313,9 @@ class RowPass:
             self._observer.observe(layer, watched_queries, merged[0], visible_to_watched, settings)
         self._finished_layer = layer
 
-    def attend_rotated(self, layer: int, q: Tensor, settings: AttentionSettings) -> Tensor:
+    def attend_rotated(
+        self, layer: int, q: Tensor, settings: AttentionSettings, out: Tensor | None = None
+    ) -> Tensor:
         """Attend with rotated queries, once the layer's keys and values are written; see `WholePass`."""
         merged = self._buffer.kv[layer]
         with self.timer("attention"):
@@ -324,6 +328,7 @@ class RowPass:
                 softcap=settings.softcap,
                 sinks=settings.sinks,
                 paths=self._paths,
+                out=out,
             )
 
     def _check_repeatable(self, layer: int, is_repeated: bool) -> None:
@@ -396,12 +401,14 @@ class _JointPass:
         for row_pass, rows in zip(self.passes, self._slices, strict=True):
             row_pass.write_rotated(layer, q[rows], k[rows], v[rows], settings)
 
-    def attend_rotated(self, layer: int, q: Tensor, settings: AttentionSettings) -> Tensor:
-        """Same as `attend`, for queries that are rotated already."""
-        outputs = []
+    def attend_rotated(
+        self, layer: int, q: Tensor, settings: AttentionSettings, out: Tensor | None = None
+    ) -> Tensor:
+        """Same as `attend`, for queries that are rotated already; see `WholePass`."""
+        joint = torch.empty_like(q) if out is None else out
         for row_pass, rows in zip(self.passes, self._slices, strict=True):
-            outputs.append(row_pass.attend_rotated(layer, q[rows], settings))
-        return torch.cat(outputs)
+            row_pass.attend_rotated(layer, q[rows], settings, joint[rows])
+        return joint
 
 
 def plain_rows(layer_pass: LayerPass, layer: int) -> list[LayerRow]:

@@ -72,8 +72,13 @@ class WholePass(Protocol):
             settings: attention settings of the layer.
         """
 
-    def attend_rotated(self, layer: int, q: Tensor, settings: AttentionSettings) -> Tensor:
-        """Return the attention's output `[rows, heads, head_dim]`, before the layer's output projection."""
+    def attend_rotated(
+        self, layer: int, q: Tensor, settings: AttentionSettings, out: Tensor | None = None
+    ) -> Tensor:
+        """Return the attention's output `[rows, heads, head_dim]`, before the layer's output projection.
+
+        It is written to `out` if that is given, a tensor in the form of `q`.
+        """
 
 
 class WholeModel(Protocol):

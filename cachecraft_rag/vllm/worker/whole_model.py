@@ -71,13 +71,13 @@ class VLLMForward:
 
         def attend(index: int, query: Tensor, key: Tensor, value: Tensor, output: Tensor) -> None:
             is_last = index == layers - 1
+            layer = self._layers[index]
             try:
                 if not raised:
-                    attended = _attended(
-                        self._layers[index], index, (query, key, value), whole_pass, is_last=is_last
-                    )
-                    if attended is not None:
-                        output.copy_(attended.view_as(output))
+                    q, k, v = _heads_of(layer, (query, key, value))
+                    whole_pass.write_rotated(index, q, k, v, layer.settings)
+                    if not is_last:
+                        whole_pass.attend_rotated(index, q, layer.settings, output.view(q.shape))
             except Exception as error:  # noqa: BLE001  # any: raised below, after the sums of all ranks
                 raised.append(error)
             if is_last:
@@ -99,20 +99,13 @@ class VLLMForward:
             raise raised[0]
 
 
-def _attended(
-    layer: WorkerLayer,
-    index: int,
-    states: tuple[Tensor, Tensor, Tensor],
-    whole_pass: WholePass,
-    *,
-    is_last: bool,
-) -> Tensor | None:
-    """Write the rows of one layer, and attend unless it is the last one; the result is in the order of the queries."""
+def _heads_of(
+    layer: WorkerLayer, states: tuple[Tensor, Tensor, Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return queries, keys and values `[rows, heads, head_dim]`, the first two in the order of all models."""
     width = layer.attention.head_size
     q, k, v = (part.reshape(part.shape[0], -1, width) for part in states)
-    q = in_order(q, layer.order)
-    whole_pass.write_rotated(index, q, in_order(k, layer.order), v, layer.settings)
-    return None if is_last else whole_pass.attend_rotated(index, q, layer.settings)
+    return in_order(q, layer.order), in_order(k, layer.order), v
 
 
 @contextmanager

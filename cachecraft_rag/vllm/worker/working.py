@@ -456,12 +456,11 @@ class Workers:
     def _finish(self, filling: Filling) -> None:
         fill = filling.fill
         result = filling.end()
-        positions = torch.arange(fill.start, fill.stop, device=self._stack.device)
-        blocks = sent(np.array(fill.blocks), self._stack.device)
-        slots = (
-            blocks[positions // self._block_size] * self._block_size + positions % self._block_size
-        )
-        self._stack.write_blocks(result.buffer.kv, slots, fill.start)
+        positions = np.arange(fill.start, fill.stop)
+        blocks = np.array(fill.blocks, np.int64)
+        slots = blocks[positions // self._block_size] * self._block_size
+        slots += positions % self._block_size
+        self._stack.write_blocks(result.buffer.kv, sent(slots, self._stack.device), fill.start)
         captured = self._capture(filling, result)
         if self.first_rank and not fill.again and not fill.ask.idle:
             for planned in filling.plan.segments:
