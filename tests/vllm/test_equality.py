@@ -16,7 +16,7 @@ from torch import Tensor
 pytest.importorskip("vllm")
 
 from cachecraft_rag.compute.decode import extend
-from cachecraft_rag.compute.stack import WholePass
+from cachecraft_rag.compute.stack import LayerPass, WholePass
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.kernels.memory import Recycler
 from cachecraft_rag.model.decoder import Decoder
@@ -159,7 +159,7 @@ def assert_equal(found: Any, one: Expected, layers: int) -> None:
 @pytest.fixture
 def whole_runs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Rows and layers of each call of vLLM's own forward for a pass, in this process."""
-    run = VLLMForward.run
+    run, run_raw = VLLMForward.run, VLLMForward.run_raw
     runs: list[tuple[int, int]] = []
 
     def counted(
@@ -168,7 +168,12 @@ def whole_runs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
         runs.append((len(ids), layers))
         run(forward, ids, positions, whole_pass, layers)
 
+    def counted_raw(forward: VLLMForward, ids: Tensor, layer_pass: LayerPass, layers: int) -> None:
+        runs.append((len(ids), layers))
+        run_raw(forward, ids, layer_pass, layers)
+
     monkeypatch.setattr(VLLMForward, "run", counted)
+    monkeypatch.setattr(VLLMForward, "run_raw", counted_raw)
     return runs
 
 
@@ -186,6 +191,33 @@ def assert_passes_ran_at_once(
         (ask,) = asks_of({name: cases[name]})
         assert_equal(server.ask([ask])[0], cases[name], layers)
         assert [depth for _, depth in runs] == depths, name
+
+
+def assert_captures_run_at_once(
+    server: Server, cases: dict[str, Expected], layers: int, runs: list[tuple[int, int]]
+) -> None:
+    """New chunks cost one call, and are exact when they are reused: the answers are vLLM's own."""
+    prompt = cases["nothing reused"].prompt
+    new = Prompt(
+        tuple(
+            replace(one, segment_id=f"new {one.segment_id}", token_ids=one.token_ids[::-1].copy())
+            if one.kind == "chunk"
+            else one
+            for one in prompt.segments
+        )
+    )
+    (plain,) = server.ask([new.token_ids])
+    runs.clear()
+    ask = Ask(new, replace(BASE, capture=True), when_stored=True)
+    for outcome, depths in (("computed", [layers]), ("exact", None)):
+        (found,) = server.ask([ask])
+        outcomes = [one["outcome"] for one in found.report["segments"]]
+        assert set(outcomes[1:-1]) == {outcome}
+        assert "layer_by_layer" not in found.report
+        assert found.tokens == plain.tokens
+        assert found.logprobs == pytest.approx(plain.logprobs, abs=LOGPROBS_APART)
+        if depths is not None:
+            assert [depth for _, depth in runs] == depths
 
 
 def asks_of(cases: dict[str, Expected]) -> list[Ask]:
@@ -232,6 +264,7 @@ def test_rows_and_answers_are_those_of_the_hugging_face_engine(
     server = make_server(folder, tmp_path / "caches")
     assert_all_equal(server, cases, layers)
     assert_passes_ran_at_once(server, cases, layers, whole_runs)
+    assert_captures_run_at_once(server, cases, layers, whole_runs)
     (plain,) = server.ask([cases["nothing reused"].prompt.token_ids])
     assert (plain.tokens, plain.report) == (cases["nothing reused"].tokens, {})
 
@@ -314,6 +347,7 @@ def test_compiled(
     server = make_server(model_folder(family), tmp_path / "caches", enforce_eager=False)
     assert_all_equal(server, cases, layers)
     assert_passes_ran_at_once(server, cases, layers, whole_runs)
+    assert_captures_run_at_once(server, cases, layers, whole_runs)
     assert count(None) > before
 
 
