@@ -193,10 +193,8 @@ def assert_passes_ran_at_once(
         assert [depth for _, depth in runs] == depths, name
 
 
-def assert_captures_run_at_once(
-    server: Server, cases: dict[str, Expected], layers: int, runs: list[tuple[int, int]]
-) -> None:
-    """New chunks cost one call, and are exact when they are reused: the answers are vLLM's own."""
+def assert_captures_are_exact(server: Server, cases: dict[str, Expected]) -> Ask:
+    """Answers after new chunks, and after the same ones once they are stored, are vLLM's own; returns the request."""
     prompt = cases["nothing reused"].prompt
     new = Prompt(
         tuple(
@@ -207,17 +205,15 @@ def assert_captures_run_at_once(
         )
     )
     (plain,) = server.ask([new.token_ids])
-    runs.clear()
     ask = Ask(new, replace(BASE, capture=True), when_stored=True)
-    for outcome, depths in (("computed", [layers]), ("exact", None)):
+    for outcome in ("computed", "exact"):
         (found,) = server.ask([ask])
         outcomes = [one["outcome"] for one in found.report["segments"]]
         assert set(outcomes[1:-1]) == {outcome}
         assert "layer_by_layer" not in found.report
         assert found.tokens == plain.tokens
         assert found.logprobs == pytest.approx(plain.logprobs, abs=LOGPROBS_APART)
-        if depths is not None:
-            assert [depth for _, depth in runs] == depths
+    return ask
 
 
 def asks_of(cases: dict[str, Expected]) -> list[Ask]:
@@ -264,7 +260,10 @@ def test_rows_and_answers_are_those_of_the_hugging_face_engine(
     server = make_server(folder, tmp_path / "caches")
     assert_all_equal(server, cases, layers)
     assert_passes_ran_at_once(server, cases, layers, whole_runs)
-    assert_captures_run_at_once(server, cases, layers, whole_runs)
+    ask = assert_captures_are_exact(server, cases)
+    whole_runs.clear()
+    server.ask([replace(ask, config=replace(ask.config, reuse=False))])
+    assert [depth for _, depth in whole_runs] == [layers], "new chunks cost one call"
     (plain,) = server.ask([cases["nothing reused"].prompt.token_ids])
     assert (plain.tokens, plain.report) == (cases["nothing reused"].tokens, {})
 
@@ -347,7 +346,10 @@ def test_compiled(
     server = make_server(model_folder(family), tmp_path / "caches", enforce_eager=False)
     assert_all_equal(server, cases, layers)
     assert_passes_ran_at_once(server, cases, layers, whole_runs)
-    assert_captures_run_at_once(server, cases, layers, whole_runs)
+    ask = assert_captures_are_exact(server, cases)
+    whole_runs.clear()
+    server.ask([replace(ask, config=replace(ask.config, reuse=False))])
+    assert [depth for _, depth in whole_runs] == [layers], "new chunks cost one call"
     assert count(None) > before
 
 
@@ -377,3 +379,4 @@ def test_compiled_in_processes_of_its_own(
     compiled = server.llm.collective_rpc(counts_compiled())
     assert len(compiled) == ranks
     assert min(compiled) > 0
+    assert_captures_are_exact(server, cases)
