@@ -5,14 +5,15 @@ call, from compiled code too. The pass gets rotated queries and keys, and writes
 blocks stay as they are.
 
 A pass with captures stores raw keys. vLLM runs all of its rows at position 0, where a rotary embedding changes nothing,
-and the pass rotates queries and keys. What it stores is what layers one after the other store, in each dtype. Rejected:
-to rotate keys back, which rounds them a second time.
+and the pass rotates queries and keys, as with layers one after the other. Rejected: to rotate keys back, which rounds
+them a second time.
 
 `WorkerStack.layer` still runs layers one after the other where that is needed:
 
 - passes that wait for a disk or a remote between layers, or that drop rows on the way (early termination "published")
 - passes with more rows than vLLM's max_num_batched_tokens, for which its code is not compiled
-- passes that are expected to take longer than `LONGEST_CALL_S`, because a step cannot stop between their layers
+- passes that are expected to take longer than `LONGEST_CALL_S`, because a step cannot stop between their layers, while
+  vLLM has requests to compute
 - all passes, if `check_whole_model` finds a difference, and those with captures, if `check_raw_keys` finds one
 """
 
