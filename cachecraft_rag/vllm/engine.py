@@ -80,8 +80,8 @@ class VLLMBackend:
     Attributes:
         new_variants: captures chunks that were reused and fixed, while the engine is idle.
         audits: compares answers with full prefill, while the engine is idle.
-        layer_by_layer: reason why the worker fills all prompts layer by layer, once `check_reuse` has run; "" if it
-            does not.
+        layer_by_layer: reason why the worker fills all prompts, or those with new chunks, layer by layer, once
+            `check_reuse` has run; "" if it does not.
     """
 
     def __init__(
@@ -203,7 +203,8 @@ class VLLMBackend:
         step = self._last_step(self._prompt(asked), self._one_token(asked, logprobs=compared))
         likeliest = _by_likelihood(step)
         report = step.report.get(FIELD, {"refused": "vLLM has reported nothing about it"})
-        self.layer_by_layer = report.get("layer_by_layer", "")
+        # only some requests of the check capture
+        self.layer_by_layer = report.get("layer_by_layer", self.layer_by_layer)
         segments = [SegmentReport.from_dict(values) for values in report.get("segments", ())]
         taken = sum(
             len(segment.token_ids) - outcome.recomputed - outcome.not_loaded

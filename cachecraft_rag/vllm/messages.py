@@ -57,7 +57,7 @@ class FillReport(TypedDict, total=False):
     remote       outcome of the look-up in the remote; None without one
     fixed        [segment, tokens] of `Candidate.fixed`
     recomputed   recomputed tokens of each segment, if the request asked for details
-    layer_by_layer  reason why this server fills all prompts layer by layer; missing if it does not
+    layer_by_layer  reason why this server fills all prompts, or those with captures, layer by layer; missing if not
     refused      reason why vLLM computed the prompt without chunk-caches; then there are no other fields
     given_up     True if the request was given up; then there are no other fields
     """

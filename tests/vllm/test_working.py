@@ -166,11 +166,18 @@ def fill_of(
     return fill
 
 
-def run(workers: Workers, fills: list[Fill], *, rows: int = 10_000, idle: bool = True) -> int:
+def run(
+    workers: Workers,
+    fills: list[Fill],
+    *,
+    rows: int = 10_000,
+    alone: bool = False,
+    idle: bool = True,
+) -> int:
     """Steps until all are filled; between them the threads that read and store have their time."""
     wanted, done, steps = {fill.request_id for fill in fills}, set(), 0
     while done != wanted:
-        workers.step(fills if not steps else [], [], rows=rows, idle=idle)
+        workers.step(fills if not steps else [], [], rows=rows, alone=alone, idle=idle)
         done |= workers.finished()
         steps += 1
         assert steps < 60_000

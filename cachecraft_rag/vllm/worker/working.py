@@ -36,13 +36,13 @@ from cachecraft_rag.vllm.worker.fill_memory import UNLIMITED, FillMemory
 from cachecraft_rag.vllm.worker.filling import Filling
 from cachecraft_rag.vllm.worker.ranks import AnotherRankFailedError, RanksApartError, TensorParallel
 from cachecraft_rag.vllm.worker.stack import WorkerStack
-from cachecraft_rag.vllm.worker.whole_model import check_whole_model
+from cachecraft_rag.vllm.worker.whole_model import check_raw_keys, check_whole_model
 
 logger = logging.getLogger("cachecraft_rag.vllm")
 
 # Time per step after which filling stops. At least one layer of a group of passes is computed, or all layers in one
-# call that is expected to take at most `LONGEST_CALL_S`. A step costs vLLM some milliseconds, and a request that
-# arrives during a step waits for its end.
+# call. That is expected to take at most `LONGEST_CALL_S`, unless vLLM has nothing to compute: as many rows of its own
+# prefill take as long in one step. A step costs vLLM some milliseconds, and a request that arrives waits for its end.
 _SLICE_S = 0.05  # while vLLM's own requests wait for the step
 _LONG_SLICE_S = 0.25  # while vLLM has nothing to compute
 # while requests run, the thread that describes captures pauses this many times as long as it worked
@@ -107,6 +107,9 @@ class Workers:
         self._block_size = block_size
         self._unchecked = whole_model
         self._layer_by_layer = ""  # reason why passes do not run at once
+        self._captures_layer_by_layer = ""  # reason why those with captures do not
+        self._last_position = settings.identity.context_length - 1
+        self._longest_call_s = LONGEST_CALL_S  # of this step
         self._ranks = stack.ranks
         self.first_rank = stack.ranks.rank == 0
         self._speed = ComputeSpeed(stack.keys_per_row)
@@ -145,8 +148,8 @@ class Workers:
         """Begin new fillings, drop those in `ended`, and compute up to `rows` rows through all layers.
 
         A single rank stops earlier after 0.05 seconds, or after 0.25 seconds if `vllm_is_free` and not `idle`; several
-        ranks ignore the clock. At least one layer is computed if a filling is ready. Finished fillings are written into
-        vLLM's blocks, and their captures are described in the background.
+        ranks ignore the clock. At least one layer is computed if a filling is ready, or all layers in one call.
+        Finished fillings are written into vLLM's blocks, and their captures are described in the background.
 
         An exception is logged, and vLLM computes the prompts that it concerns, see `failed_blocks`. With several ranks,
         a step that fails as a whole ends filling: vLLM computes all prompts from then on.
@@ -160,11 +163,11 @@ class Workers:
             captures_awaited: True if a request waits for captures, which are then described without pauses.
         """
         new = {fill.request_id: fill for fill in fills}
+        has_time = vllm_is_free and not idle
+        self._longest_call_s = math.inf if has_time else LONGEST_CALL_S
         if not self._broken:
             try:
-                self._step(
-                    new, ended, rows, _LONG_SLICE_S if vllm_is_free and not idle else _SLICE_S, idle
-                )
+                self._step(new, ended, rows, _LONG_SLICE_S if has_time else _SLICE_S, idle)
             # Whatever it is: inside vLLM it would end the server. No single request caused it, so all are left to vLLM.
             except Exception as error:
                 logger.exception("A step has failed")
@@ -174,7 +177,8 @@ class Workers:
                 self._leave_all(new, self._broken or f"a step has failed: {error!r}")
         else:
             self._leave_all(new, self._broken)
-        free = idle or (vllm_is_free and not self._fillings)
+        # a filled request waits for its first token
+        free = idle or (vllm_is_free and not self._fillings and not self._done)
         if free or captures_awaited or self._storing or self._write_back.crowded:
             self._describe_at_once.set()
         else:
@@ -213,15 +217,37 @@ class Workers:
         return bool(self._fillings)
 
     def _check_whole_model(self) -> None:
-        """Use the model's own forward if its first pass is right on all ranks; otherwise log why it is not used."""
+        """Use the model's own forward if its first passes are right on all ranks; otherwise log why it is not used."""
         model = self._unchecked
         if model is None:
             return
         self._unchecked = None
-        self._ranks.act(0)
+        reason = self._checked(0, lambda: check_whole_model(self._stack, model))
+        if reason:
+            self._layer_by_layer = (
+                "prompts are filled layer by layer, which takes longer on a GPU, because vLLM's own forward cannot "
+                f"compute passes: {reason}; please report it"
+            )
+            logger.warning("%s", self._layer_by_layer)
+            return
+        reason = self._checked(
+            2, lambda: check_raw_keys(self._stack, model, last=self._last_position)
+        )
+        self._stack.whole_model = model
+        model.gives_raw = not reason
+        if reason:
+            self._captures_layer_by_layer = (
+                "prompts with new chunks are filled layer by layer, which takes longer, because vLLM's own forward "
+                f"cannot compute raw keys: {reason}"
+            )
+            logger.warning("%s", self._captures_layer_by_layer)
+
+    def _checked(self, act: int, check: Callable[[], str]) -> str:
+        """Return a reason against the model's own forward that a check finds on any rank, or "", in two acts."""
+        self._ranks.act(act)
         try:
             with self._turn():
-                reason = check_whole_model(self._stack, model)
+                reason = check()
         except RanksApartError:
             raise
         except AnotherRankFailedError:
@@ -230,16 +256,8 @@ class Workers:
         except Exception as error:
             logger.exception("vLLM's own forward failed over the rows of a pass")
             reason = f"it raised {error!r}"
-        self._ranks.act(1)
-        reasons = self._ranks.agree(frozenset((reason,) if reason else ()))
-        if not reasons:
-            self._stack.whole_model = model
-            return
-        self._layer_by_layer = (
-            "prompts are filled layer by layer, which takes longer on a GPU, because vLLM's own forward cannot compute "
-            f"passes: {min(reasons)}; please report it"
-        )
-        logger.warning("%s", self._layer_by_layer)
+        self._ranks.act(act + 1)
+        return min(self._ranks.agree(frozenset((reason,) if reason else ())), default="")
 
     def finished(self) -> set[str]:
         """Return the ids of requests that wait for nothing here any more; each is returned once.
@@ -382,6 +400,7 @@ class Workers:
             loader=self._loader,
             speed=self._speed,
             whole=self._ranks.size > 1,
+            longest_call_s=lambda: self._longest_call_s,
         )
 
     def _take(self, filling: Filling, act: Callable[[], object]) -> None:
@@ -414,7 +433,7 @@ class Workers:
             joint_rows = rows + len(row_pass.positions)
             joint_s = expected_s + (row_pass.at_once.expected_s if row_pass.at_once else 0.0)
             # several ranks must form the same groups, so they ignore the clock
-            is_too_long = self._ranks.size == 1 and joint_s > LONGEST_CALL_S
+            is_too_long = self._ranks.size == 1 and joint_s > self._longest_call_s
             if first is None:
                 first = row_pass
             elif (
@@ -471,8 +490,9 @@ class Workers:
                         tokens=planned.variant.tokens,
                     )
         report = filling.report()
-        if self._layer_by_layer:
-            report["layer_by_layer"] = self._layer_by_layer
+        reason = self._layer_by_layer or (captured and self._captures_layer_by_layer)
+        if reason:
+            report["layer_by_layer"] = reason
         self._reports[fill.request_id] = report
         del self._fillings[fill.request_id]
         if fill.ask.when_stored:
