@@ -420,8 +420,8 @@ def attend(
     kind = q.dtype if splits == 1 else torch.float32
     parts = None
     if v is not None:
-        is_given = out is not None and splits == 1
-        parts = out[None] if is_given else q.new_empty(splits, rows, heads, head_dim, dtype=kind)
+        given = None if out is None or splits > 1 else out[None]
+        parts = q.new_empty(splits, rows, heads, head_dim, dtype=kind) if given is None else given
     mass = (
         None
         if bounds is None

@@ -224,7 +224,7 @@ def test_raw_keys_are_not_taken_from_a_model_that_is_not_neutral_at_position_0(
 
 
 @pytest.mark.parametrize(
-    ("alone", "idle", "calls"), [(True, False, 1), (False, False, 0), (True, True, 0)]
+    ("vllm_is_free", "idle", "calls"), [(True, False, 1), (False, False, 0), (True, True, 0)]
 )
 def test_a_long_pass_runs_at_once_while_vllm_has_nothing_to_compute(
     engine: Engine,
@@ -233,7 +233,7 @@ def test_a_long_pass_runs_at_once_while_vllm_has_nothing_to_compute(
     workers_with: Callable[..., Workers],
     monkeypatch: pytest.MonkeyPatch,
     *,
-    alone: bool,
+    vllm_is_free: bool,
     idle: bool,
     calls: int,
 ) -> None:
@@ -245,7 +245,7 @@ def test_a_long_pass_runs_at_once_while_vllm_has_nothing_to_compute(
     monkeypatch.setattr(working, "LONGEST_CALL_S", 0.0)
     model.runs.clear()
     fills = [fill_of(scheduling, ask_of(engine, [0, 2, 1], method={"selector": "cache_craft"}))]
-    run(workers, fills, alone=alone, idle=idle)
+    run(workers, fills, vllm_is_free=vllm_is_free, idle=idle)
     assert len(model.runs) == calls
 
 

@@ -171,13 +171,15 @@ def run(
     fills: list[Fill],
     *,
     rows: int = 10_000,
-    alone: bool = False,
+    vllm_is_free: bool = False,
     idle: bool = True,
 ) -> int:
     """Steps until all are filled; between them the threads that read and store have their time."""
     wanted, done, steps = {fill.request_id for fill in fills}, set(), 0
     while done != wanted:
-        workers.step(fills if not steps else [], [], rows=rows, alone=alone, idle=idle)
+        workers.step(
+            fills if not steps else [], [], rows=rows, vllm_is_free=vllm_is_free, idle=idle
+        )
         done |= workers.finished()
         steps += 1
         assert steps < 60_000
