@@ -48,6 +48,7 @@ from cachecraft_rag.store.row_checks import LookupResult, RowBounds
 from cachecraft_rag.types.documents import Chunk
 from cachecraft_rag.types.progress import Progress
 from cachecraft_rag.types.prompts import Prompt, Segment
+from cachecraft_rag.types.variants import HeldChunk
 
 logger = logging.getLogger("cachecraft_rag.engine")
 
@@ -446,6 +447,16 @@ class AnswerEngine(ABC):
         return self.store.find(
             self.namespace, model.fingerprint, list(tokens), session=session, bounds=bounds
         )
+
+    def held(self, documents: Iterable[object], *, session: str | None = None) -> list[HeldChunk]:
+        """Return what is stored of each document, in order, also of those private to `session`.
+
+        Documents are as in `prime`. No model runs, and no remote is asked: a router sends a question where most of its
+        documents are held.
+        """
+        assert isinstance(self.store, ChunkCacheStore), "engines over HTTP ask the server"
+        ids = [chunk.chunk_id for chunk in chunks_of(documents)]
+        return self.store.held(self.namespace, self.decoder.fingerprint, ids, session=session)
 
     def disk_space(self) -> DiskSpace:
         """Return the bytes that the store's files use, their limit, the free bytes of the disk, and the store's codec.

@@ -25,6 +25,7 @@ REQUESTS = "/v1/cachecraft/requests"  # "/" and the answer's id follow
 PRIME = "/v1/cachecraft/prime"
 EVICT = "/v1/cachecraft/evict"
 READMIT = "/v1/cachecraft/readmit"
+HOLDS = "/v1/cachecraft/holds"
 
 # Files of a model's folder that a server sends to clients.
 TOKENIZER_FILES = (

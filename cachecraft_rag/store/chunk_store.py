@@ -54,7 +54,7 @@ from cachecraft_rag.types.store_reasons import (
     LoadFailure,
     Unavailable,
 )
-from cachecraft_rag.types.variants import LoadedVariant, Payload, TierName, Variant
+from cachecraft_rag.types.variants import HeldChunk, LoadedVariant, Payload, TierName, Variant
 
 if TYPE_CHECKING:
     import torch
@@ -199,6 +199,34 @@ class ChunkCacheStore(Closeable):
         with self._lock:
             self._lookups.update(lookup.outcomes())
         return lookup
+
+    def held(
+        self,
+        namespace: str,
+        fingerprint: str,
+        chunk_ids: Sequence[str],
+        *,
+        session: str | None = None,
+    ) -> list[HeldChunk]:
+        """Return what this store holds of each chunk, in the order given: shared variants and those of `session`.
+
+        A remote is not asked, and the call is not counted as a look-up. If the catalog cannot be read, a warning is
+        logged and nothing is held.
+        """
+        self._check_open()
+        check_text("namespace", namespace)
+        check_text("session", session, optional=True)
+        lookup = LookupResult({chunk_id: [] for chunk_id in chunk_ids})
+        self._find_here(lookup, namespace, fingerprint, session=session, bounds=None)
+        lookup = self._without_removed(lookup, namespace)
+        return [
+            HeldChunk(
+                chunk_id,
+                tokens=max((variant.tokens for variant in lookup.variants[chunk_id]), default=0),
+                in_memory=any(variant in self._memory for variant in lookup.variants[chunk_id]),
+            )
+            for chunk_id in chunk_ids
+        ]
 
     def _find_here(
         self,

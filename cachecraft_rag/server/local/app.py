@@ -30,6 +30,7 @@ from cachecraft_rag.observability.metrics import EngineCollector
 from cachecraft_rag.server import administration
 from cachecraft_rag.server.documents import read_body, whole_body
 from cachecraft_rag.server.facts import facts_of, tokenizer_files
+from cachecraft_rag.server.holding import holds
 from cachecraft_rag.server.local.answers import Answer, Answerer
 from cachecraft_rag.server.local.embeddings import Embeddings
 from cachecraft_rag.server.local.fields import Body, includes_usage
@@ -49,6 +50,7 @@ from cachecraft_rag.server.wire import (
     CHAT,
     EVICT,
     FACTS,
+    HOLDS,
     MOST_REMEMBERED,
     PRIME,
     READMIT,
@@ -132,6 +134,7 @@ class LocalServer:
             PRIME: partial(self._change, administration.prime),
             EVICT: partial(self._change, administration.evict),
             READMIT: partial(self._change, administration.readmit),
+            HOLDS: self._holds,
         }
         gets: Mapping[str, Act] = {
             "/health": self._health,
@@ -266,6 +269,11 @@ class LocalServer:
         audit = self._engine.audit_of(name.partition("-")[2] or name.removeprefix("resp_"))
         audited = None if audit is None else audit.as_dict()
         return Reply({"id": name} | numbers | {"audit": audited})
+
+    async def _holds(self, request: Request) -> Response:
+        session = self._settings.session_in(request.headers)
+        body = await _bytes(request)
+        return Reply(await self._in_thread(partial(holds, self._engine, body, session=session)))
 
     async def _change(
         self, change: Callable[[Engine, bytes], dict[str, object]], request: Request

@@ -46,7 +46,7 @@ from vllm.entrypoints.serve.utils.sse_keep_alive import with_sse_keep_alive
 from vllm.renderers.chat_utils import load_chat_template
 
 from cachecraft_rag.errors import CacheCraftError, ConfigError
-from cachecraft_rag.server import administration
+from cachecraft_rag.server import administration, holding
 from cachecraft_rag.server.documents import (
     Asked,
     check_documents,
@@ -61,6 +61,7 @@ from cachecraft_rag.server.wire import (
     CHAT,
     EVICT,
     FACTS,
+    HOLDS,
     PRIME,
     READMIT,
     REQUESTS,
@@ -466,6 +467,14 @@ async def readmit(raw_request: Request) -> dict[str, object]:
     return await _changed(raw_request, administration.readmit)
 
 
+async def holds(raw_request: Request) -> dict[str, object]:
+    """Return what the store of this server holds of chunks, see `holding.holds`; errors as in `prime`, but no key."""
+    endpoint = _endpoint(raw_request)
+    session = endpoint.session(raw_request)
+    body = await _body(raw_request)
+    return await endpoint.in_thread(partial(holding.holds, endpoint.engine, body, session=session))
+
+
 async def _changed(
     raw_request: Request, change: Callable[[ServerEngine, bytes], dict[str, object]]
 ) -> dict[str, object]:
@@ -506,6 +515,7 @@ def _router() -> APIRouter:
         (PRIME, prime, [json]),
         (EVICT, evict, [json]),
         (READMIT, readmit, [json]),
+        (HOLDS, holds, [json]),
     ]
     for path, act, dependencies in posts:
         router.add_api_route(path, act, methods=["POST"], dependencies=dependencies)
