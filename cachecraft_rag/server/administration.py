@@ -12,12 +12,18 @@ from cachecraft_rag.server.documents import read_body, read_chunk_ids, read_prim
 from cachecraft_rag.server.wire import ADMIN_HEADER
 from cachecraft_rag.store import ChunkCacheStore, RowFilter
 
-NEEDS_KEY = f"to prime and evict, this server asks for its admin key in the header {ADMIN_HEADER}"
+_NEEDS_KEY = f"to prime and evict, this server asks for its admin key in the header {ADMIN_HEADER}"
+CLOSED = "this server primes and evicts for no client: start it with --admin-key-file"
 
 
-def is_admin(given: str, keys: Collection[str]) -> bool:
-    """Return True if this value of `ADMIN_HEADER` is one of the keys, or if there are none."""
-    return not keys or any(hmac.compare_digest(given.encode(), key.encode()) for key in keys)
+def refusal_of(given: str, keys: Collection[str] | None) -> str:
+    """Return why a request with this value of `ADMIN_HEADER` may change nothing; "" if it may.
+
+    `keys` None: every client may; (): none may.
+    """
+    if keys is None or any(hmac.compare_digest(given.encode(), key.encode()) for key in keys):
+        return ""
+    return _NEEDS_KEY if keys else CLOSED
 
 
 def prime(engine: AnswerEngine, body: bytes) -> dict[str, object]:

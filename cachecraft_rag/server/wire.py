@@ -17,6 +17,7 @@ MOST_PRIMED = 4 << 20  # characters per request to prime: a book of a thousand p
 MOST_BODY = 6 * MOST_PRIMED  # bytes: JSON may write a character as \uXXXX
 MOST_REMEMBERED = 1000  # answers whose statistics a server keeps
 LONGEST_SESSION = 256  # characters
+LOOPBACK = ("127.0.0.1", "localhost", "::1")  # hosts that only this computer reaches
 
 CHAT = "/v1/chat/completions"
 FACTS = "/v1/cachecraft"

@@ -103,6 +103,7 @@ def summary(settings: ConnectorSettings) -> str:
         "search system": endpoint.search_system,
         "client settings": endpoint.client_settings,
         "session header": endpoint.session_header,
+        "tenant header": endpoint.tenant_header,
     }
     return ", ".join(f"{name} {value}" for name, value in parts.items() if value is not None)
 
