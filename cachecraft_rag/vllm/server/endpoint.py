@@ -69,6 +69,7 @@ from cachecraft_rag.server.wire import (
     TOKENIZER,
     Message,
 )
+from cachecraft_rag.vllm.beside import check_beside, connectors_in
 from cachecraft_rag.vllm.calls import Calls
 from cachecraft_rag.vllm.messages import salt_of
 from cachecraft_rag.vllm.metrics import ServerCollector, reported_counts
@@ -135,6 +136,7 @@ class ChatWithDocuments:
             args: arguments of vLLM's server.
         """
         settings = ConnectorSettings.of(engine_client.vllm_config)
+        _check_server(engine_client, args, settings)
         loop = asyncio.get_running_loop()
         calls = Calls(engine_client, loop)
         template = load_chat_template(args.chat_template)
@@ -155,6 +157,22 @@ class ChatWithDocuments:
         state.cachecraft.announcement = loop.create_task(
             announce(args, needs_key=needs_key, note=engine.layer_by_layer)
         )
+
+
+def _check_server(engine_client: Any, args: Namespace, settings: ConnectorSettings) -> None:
+    """Raise ConfigError for options that `cachecraft serve` would have set or refused, of a server of `vllm serve`."""
+    if engine_client.vllm_config.kv_transfer_config.kv_load_failure_policy != "recompute":
+        raise ConfigError('write "kv_load_failure_policy": "recompute" into --kv-transfer-config')
+    if engine_client.logger_manager is None:
+        raise ConfigError(
+            "statistics of requests are sent with vLLM's: leave out --disable-log-stats"
+        )
+    if (getattr(args, "api_server_count", None) or 1) > 1:
+        raise ConfigError(
+            "statistics of requests are kept in one API server: leave out --api-server-count"
+        )
+    beside = connectors_in(engine_client.vllm_config.kv_transfer_config)[1:]
+    check_beside(beside, settings.config.reuse, settings.endpoint.client_settings)
 
 
 class OtherRoutes:
