@@ -178,6 +178,12 @@ class HTTPEngine(AnswerEngine):
                 held += replies.held_chunks(reply, part)
         return held
 
+    def for_tenant(self, namespace: str) -> Self:
+        """Raise UnsupportedCallError: the server's proxy names the tenant."""
+        raise UnsupportedCallError(
+            "the tenant is the server's: its proxy sets the header of `cachecraft serve --tenant-header`"
+        )
+
     def disk_space(self) -> DiskSpace:
         """Return the disk space of the server's store, as the server counts it."""
         reply = self._link.call(PRIME, {"documents": [], "estimate": True})

@@ -10,7 +10,7 @@ import pytest
 
 from cachecraft_rag.client.http import HTTPEngine
 from cachecraft_rag.engine.engine import Engine
-from cachecraft_rag.errors import ConfigError, ServerError
+from cachecraft_rag.errors import ConfigError, ServerError, UnsupportedCallError
 from cachecraft_rag.server.settings import EndpointSettings
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.types.documents import Chunk
@@ -144,6 +144,14 @@ def test_a_request_without_one_safe_tenant_is_refused(
 def test_a_session_that_is_sent_twice_is_refused(shared: Served) -> None:
     sent = [(HEADER, "acme"), ("X-Session", "ann"), ("X-Session", "bob")]
     assert shared.chat(documents=DOCUMENTS, headers=sent).status_code == 400
+
+
+def test_a_client_names_no_tenant_of_a_server(serve: Serve) -> None:
+    with (
+        HTTPEngine.connect(serve().url) as engine,
+        pytest.raises(UnsupportedCallError, match="--tenant-header"),
+    ):
+        engine.for_tenant("acme")
 
 
 def test_tenants_and_sessions_need_two_headers() -> None:
