@@ -214,6 +214,22 @@ USES: tuple[Use, ...] = (
         "KVConnectorStats",
         attributes=("data", "to_dict", "reset", "aggregate", "reduce", "is_empty"),
     ),
+    Use(
+        f"{_CONNECTOR}.v1.metrics",
+        "KVConnectorPromMetrics.observe",
+        parameters=("self", "transfer_stats_data", "engine_idx"),
+    ),
+    # Other connectors, after ours.
+    Use(
+        f"{_CONNECTOR}.v1.multi_connector",
+        "MultiConnector",
+        text=(
+            "temp_config.kv_transfer_config = KVTransferConfig(",
+            "if to_return[0] == 0 and toks > 0:",
+            "c.update_state_after_alloc(request, blocks, 0)",
+            "connector_id = c.__class__.__name__",
+        ),
+    ),
     # What the scheduler hands over.
     Use("vllm.v1.core.kv_cache_manager", "KVCacheBlocks.get_block_ids", parameters=("self",)),
     Use(
@@ -288,6 +304,7 @@ USES: tuple[Use, ...] = (
             "speculative_config",
             "compilation_config",
             "kv_transfer_config",
+            "load_config",
             "offload_config",
         ),
     ),
@@ -296,6 +313,7 @@ USES: tuple[Use, ...] = (
         "ModelConfig",
         attributes=(
             "model",
+            "served_model_name",
             "tokenizer",
             "dtype",
             "hf_config",
@@ -311,6 +329,7 @@ USES: tuple[Use, ...] = (
             "model_impl",
         ),
     ),
+    Use("vllm.config.load", "LoadConfig", attributes=("load_format", "model_loader_extra_config")),
     Use(
         "vllm.config",
         "ParallelConfig",

@@ -453,7 +453,12 @@ class Engine(AnswerEngine):
         config = config or self.config
         settings = self.for_prompt(self.calibrated(config), prompt)
         request = Request(
-            prompt, settings, sampling, session_of(prompt, session), started or time.perf_counter()
+            prompt,
+            settings,
+            sampling,
+            session_of(prompt, session),
+            started or time.perf_counter(),
+            namespace=self.namespace,
         )
         return self._generation(self._constrained(request, config))
 

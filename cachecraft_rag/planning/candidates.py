@@ -15,8 +15,9 @@ from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.planning.planner import Plan, SegmentPlan
 from cachecraft_rag.types.prompts import Prompt, Segment
 
-# session, and ids of the segments up to the one to be captured
-_Path = tuple[str | None, tuple[str, ...]]
+# (namespace, session), and ids of the segments up to the one to be captured
+Owner = tuple[str, str | None]
+_Path = tuple[Owner, tuple[str, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,16 +29,24 @@ class Candidate:
     session   session that owns the private text in it; None if all text is public
     never_stored  indices of segments that may not be stored yet in any context: found segments, and the fixed passages
               that stand in for their neighbours
+    namespace  tenant of the request; "": the engine's own
     """
 
     segments: tuple[Segment, ...]
     fixed: Mapping[int, int]
     session: str | None = None
     never_stored: frozenset[int] = frozenset()
+    namespace: str = ""
 
     @classmethod
     def of(
-        cls, prompt: Prompt, plan: Plan, config: ReuseConfig, *, session: str | None
+        cls,
+        prompt: Prompt,
+        plan: Plan,
+        config: ReuseConfig,
+        *,
+        session: str | None,
+        namespace: str = "",
     ) -> Self | None:
         """Return the candidate whose captures would have made this request exact; None if none could be used.
 
@@ -57,18 +66,21 @@ class Candidate:
         if not fixed:
             return None
         end = max(fixed) + 1
-        return cls(segments[:end], fixed, session if private < end else None)
+        owner = session if private < end else None
+        return cls(segments[:end], fixed, owner, namespace=namespace)
 
     @property
     def identity(self) -> _Path:
-        """Key (session, segment ids), shared by all candidates of the same session and chunks."""
-        return self.session, tuple(segment.segment_id for segment in self.segments)
+        """Key (owner, segment ids), shared by all candidates of the same tenant, session and chunks."""
+        return (self.namespace, self.session), tuple(
+            segment.segment_id for segment in self.segments
+        )
 
     def paths(self) -> Iterator[tuple[_Path, int]]:
-        """Yield each capture to be made, (session, segment ids up to it), with the tokens that it saves per use."""
-        session, ids = self.identity
+        """Yield each capture to be made, (owner, segment ids up to it), with the tokens that it saves per use."""
+        owner, ids = self.identity
         for index, tokens in self.fixed.items():
-            yield (session, ids[: index + 1]), tokens
+            yield (owner, ids[: index + 1]), tokens
 
 
 def _spent(planned: SegmentPlan, config: ReuseConfig) -> int:

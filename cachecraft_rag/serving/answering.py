@@ -153,7 +153,12 @@ class Answering:
             progress.planned_s = request.clock()
 
             if request.config.capture:
-                captures.expect(request.prompt, progress.plan, session=request.session)
+                captures.expect(
+                    request.prompt,
+                    progress.plan,
+                    session=request.session,
+                    namespace=request.namespace,
+                )
                 self._captures.append(captures)
             return (yield from self._compute(task, request, progress, plan, captures))
         except BaseException:
@@ -192,7 +197,12 @@ class Answering:
         return [
             captures
             for captures in self._captures
-            if captures.serve(request.prompt, request.config, session=request.session)
+            if captures.serve(
+                request.prompt,
+                request.config,
+                session=request.session,
+                namespace=request.namespace,
+            )
         ]
 
     def _captures_of_others(self, request: Request) -> Generator[Until, bool, None]:
@@ -235,7 +245,7 @@ class Answering:
         with self.loop.timer("planning"):
             if request.config.reuse:
                 segments = [segment for segment in prompt.segments if segment.kind != "question"]
-                found = self.look_up(segments, session=request.session)
+                found = self.look_up(segments, session=request.session, namespace=request.namespace)
                 progress.remote = found.remote
                 progress.removed.update(found.removed)
             return resolve(
@@ -290,6 +300,7 @@ class Answering:
             request.session,
             removed=progress.removed,
             reused=[planned.variant for planned in progress.plan.segments],
+            namespace=request.namespace,
         )
         self.write_back.submit(result.recorder, result.buffer.kv[:, 0], context)
         self.stored_changed()
@@ -427,7 +438,11 @@ class Answering:
                     self._note(request, progress.plan)
             elif config.capture:
                 candidate = Candidate.of(
-                    request.prompt, progress.plan, config, session=request.session
+                    request.prompt,
+                    progress.plan,
+                    config,
+                    session=request.session,
+                    namespace=request.namespace,
                 )
             self.new_variants.answered(request.prompt.bounds[-1], candidate)
         except Exception:  # of the store: the answer itself is complete
@@ -435,7 +450,7 @@ class Answering:
 
     def _note(self, request: Request, plan: Plan) -> None:
         """Note the unmarked text of a prompt, and have captured what was seen before."""
-        scope = (self.namespace, self.decoder.fingerprint)
+        scope = (request.namespace or self.namespace, self.decoder.fingerprint)
         candidates = candidates_of(
             request.prompt,
             plan,

@@ -24,7 +24,9 @@ class LocalCapturer:
     loop: StepLoop
     write_back: WriteBackQueue
 
-    def capture(self, prompt: Prompt, captures: Sequence[int], *, primed: bool) -> None:
+    def capture(
+        self, prompt: Prompt, captures: Sequence[int], *, primed: bool, namespace: str
+    ) -> None:
         """Compute a prompt, capture segments (ascending), and wait until they are stored or dropped.
 
         What is stored already is captured again; segments after the last capture are not computed. A capture that the
@@ -41,6 +43,7 @@ class LocalCapturer:
             session=None,
             primed=primed,
             removed=self.write_back.follow(RemovedChunks()),
+            namespace=namespace,
         )
 
         # an interruption of the caller falls before `submit` or after it

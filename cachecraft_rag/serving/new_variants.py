@@ -294,6 +294,7 @@ class VariantMaker:
             [1.0] * len(prompt.segments),
             candidate.session,
             extra_variants=candidate.fixed.keys() - candidate.never_stored,
+            namespace=candidate.namespace,
         )
         refused = None
         for capture in result.recorder.captures:
@@ -312,7 +313,9 @@ class VariantMaker:
 
     def _plan(self, candidate: Candidate) -> tuple[Prompt, Resolved, PendingLoads] | Dropped:
         """Plan up to the last chunk that is not stored after its prefix, and begin to load; or say why not."""
-        found = self.look_up(candidate.segments, session=candidate.session)
+        found = self.look_up(
+            candidate.segments, session=candidate.session, namespace=candidate.namespace
+        )
         if found.removed:  # by a process that could not tell this one
             return Dropped.REMOVED
         missing = missing_of(candidate, found)

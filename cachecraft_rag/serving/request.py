@@ -94,6 +94,7 @@ class Request:
     request_id  32 random hex digits, unless given
     constraint  the grammar of its answer, for one answer only
     quality     reason for the recompute ratio, if a quality target chose it; else empty
+    namespace   tenant whose chunk-caches it may use; "": the engine's own
     """
 
     prompt: Prompt
@@ -104,6 +105,12 @@ class Request:
     request_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     constraint: Constraint | None = None
     quality: str = ""
+    namespace: str = ""
+
+    @property
+    def owner(self) -> tuple[str, str | None]:
+        """Tenant and session, which may see its statistics."""
+        return self.namespace, self.session
 
     def clock(self) -> float:
         """Return the seconds since `started`, the time at which the question was asked."""

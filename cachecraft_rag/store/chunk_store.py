@@ -49,7 +49,7 @@ from cachecraft_rag.types.store_reasons import (
     LoadFailure,
     Unavailable,
 )
-from cachecraft_rag.types.variants import LoadedVariant, TierName, Variant
+from cachecraft_rag.types.variants import HeldChunk, LoadedVariant, TierName, Variant
 
 if TYPE_CHECKING:
     import torch
@@ -196,6 +196,32 @@ class ChunkCacheStore(Closeable):
         with self._lock:
             self._lookups.update(lookup.outcomes())
         return lookup
+
+    def held(
+        self,
+        namespace: str,
+        fingerprint: str,
+        chunk_ids: Sequence[str],
+        *,
+        session: str | None = None,
+    ) -> list[HeldChunk]:
+        """Return what this store holds of each chunk, in the order given: shared variants and those of `session`.
+
+        A remote is not asked, and the call is not counted as a look-up. If the catalog cannot be read, a warning is
+        logged and nothing is held.
+        """
+        self._check_open()
+        check_text("namespace", namespace)
+        check_text("session", session, optional=True)
+        lookup = self._finder.find_here(namespace, fingerprint, chunk_ids, session=session)
+        return [
+            HeldChunk(
+                chunk_id,
+                tokens=max((variant.tokens for variant in lookup.variants[chunk_id]), default=0),
+                in_memory=any(variant in self._memory for variant in lookup.variants[chunk_id]),
+            )
+            for chunk_id in chunk_ids
+        ]
 
     def token_scores(self, variant_ids: Sequence[str]) -> dict[str, TokenScores]:
         """Return variant id → token scores, copies; `inter` is None where none are known.

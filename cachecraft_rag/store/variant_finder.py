@@ -61,6 +61,14 @@ class VariantFinder:
             lookup = self._find_there(self._remote, lookup, namespace, fingerprint, bounds)
         return self._without_removed(lookup, namespace)
 
+    def find_here(
+        self, namespace: str, fingerprint: str, chunk_ids: Sequence[str], *, session: str | None
+    ) -> LookupResult:
+        """Return the variants in the catalog; the remote is not asked."""
+        lookup = LookupResult({chunk_id: [] for chunk_id in chunk_ids})
+        self._find_here(lookup, namespace, fingerprint, session=session, bounds=None)
+        return self._without_removed(lookup, namespace)
+
     def token_scores(self, variant_ids: Sequence[str]) -> dict[str, TokenScores]:
         """Return variant id → token scores, see `ChunkCacheStore.token_scores`."""
         known: dict[str, TokenScores] = self.ask(

@@ -11,6 +11,7 @@ import time
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -243,13 +244,21 @@ class VLLMBackend:
 
     # -- captures -----------------------------------------------------------------------------------------------------
 
-    def capture(self, prompt: Prompt, captures: Sequence[int], *, primed: bool) -> None:
+    def capture(
+        self,
+        prompt: Prompt,
+        captures: Sequence[int],
+        *,
+        primed: bool,
+        namespace: str = "",
+    ) -> None:
         """Capture segments of a prompt by a request to vLLM. Returns once they are stored or dropped.
 
         Args:
             prompt: system segment and chunks, without a question; segments after the last capture are left out.
             captures: indices of segments, ascending; at least one.
             primed: True if this is priming, and the chunks are captured after their neighbours in the document.
+            namespace: tenant of the captures; "": the server's own.
         """
         config = replace(self._reuse, reuse=False, capture=True)
         ask = Ask(
@@ -258,6 +267,7 @@ class VLLMBackend:
             primed=primed,
             captures=tuple(captures),
             when_stored=True,
+            namespace=self._other(namespace),
         )
         self._fill(ask)
 
@@ -276,12 +286,19 @@ class VLLMBackend:
         if fixed:
             segments = request.prompt.segments[: max(fixed) + 1]
             is_private = any(segment.private for segment in segments)
-            candidate = Candidate(segments, fixed, request.session if is_private else None)
+            owner = request.session if is_private else None
+            candidate = Candidate(segments, fixed, owner, namespace=request.namespace)
         self.new_variants.answered(request.prompt.bounds[-1], candidate)
 
     def _capture_missing(self, candidate: Candidate) -> Captured:
         """Capture the missing variants of a candidate by a request that runs while the server is idle."""
-        stored = self._look_up(candidate.segments, session=candidate.session)
+        look_up = partial(
+            self._look_up,
+            candidate.segments,
+            session=candidate.session,
+            namespace=candidate.namespace,
+        )
+        stored = look_up()
         if stored.removed:
             return Captured(dropped=Dropped.REMOVED)
         missing = missing_of(candidate, stored)
@@ -307,17 +324,19 @@ class VLLMBackend:
             when_stored=True,
             idle=True,
             never_stored=tuple(candidate.never_stored),
+            namespace=self._other(candidate.namespace),
         )
         report = self._fill(ask)
         if "segments" not in report:
             was_given_up = "given_up" in report
             return Captured(again=was_given_up, dropped=None if was_given_up else Dropped.FAILED)
 
-        left = missing_of(candidate, self._look_up(candidate.segments, session=candidate.session))
+        left = missing_of(candidate, look_up())
         texts = {candidate.segments[index].segment_id for index in candidate.never_stored}
         removed = texts & self.new_variants.removed(candidate)
         if removed:  # the workers may have stored them after the removal
-            self._store.evict(RowFilter(namespace=self._namespace, chunk_ids=tuple(removed)))
+            namespace = candidate.namespace or self._namespace
+            self._store.evict(RowFilter(namespace=namespace, chunk_ids=tuple(removed)))
         return Captured(
             stored=len(missing) - len(left),
             refused=len(left),
@@ -341,7 +360,13 @@ class VLLMBackend:
         """
         sampling = request.sampling
         predicted = self.audits.recorder(request)
-        ask = Ask(request.prompt, request.config, request.session, name=request.request_id)
+        ask = Ask(
+            request.prompt,
+            request.config,
+            request.session,
+            name=request.request_id,
+            namespace=self._other(request.namespace),
+        )
         params = self._params(
             ask,
             max_tokens=sampling.max_new_tokens,
@@ -392,6 +417,7 @@ class VLLMBackend:
             captures=(),
             idle=True,
             own_tokens=len(tokens),
+            namespace=self._other(request.namespace),
         )
         params = self._one_token(
             ask,
@@ -427,6 +453,10 @@ class VLLMBackend:
         The keys are "prompt_token_ids", the token ids of the whole prompt, and `messages.FIELD`, the signed message.
         """
         return {"prompt_token_ids": ask.prompt.token_ids, FIELD: ask.message(self._key)}
+
+    def _other(self, namespace: str) -> str:
+        """Return the namespace of a tenant; "" for the server's own, whose blocks keep their salts."""
+        return "" if namespace == self._namespace else namespace
 
     def _prompt(self, ask: Ask) -> dict[str, object]:
         """Return vLLM's prompt of a request that shares no block with others, not even those of its instruction."""

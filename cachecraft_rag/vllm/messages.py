@@ -93,6 +93,7 @@ class Ask:
                  store them, so on a busy server the request begins after a while, and is not paused once it has begun
     own_tokens   tokens at the end of the prompt that vLLM computes itself: one, or in an audit one for each token of
                  the answer, because vLLM predicts the next token only where it computes
+    namespace    tenant of the request; "": the server's own
     name         name under which the front end receives the report once the prompt is filled; "": only with the answer
     """
 
@@ -108,6 +109,7 @@ class Ask:
     never_stored: tuple[int, ...] = ()
     own_tokens: int = 1
     name: str = ""
+    namespace: str = ""
 
     @property
     def waits(self) -> bool:
@@ -201,22 +203,27 @@ class Ask:
     @property
     def request_salt(self) -> str:
         """The `cache_salt` of a request to vLLM, see `salt_of`; "" for none."""
-        return salt_of(self.session, self.client_salt)
+        return salt_of(self.session, self.client_salt, tenant=self.namespace)
 
-    def cache_salt(self, namespace: str) -> str:
-        """Return the salt of blocks with chunks in vLLM's prefix cache, 32 hex digits.
+    def cache_salt(self, own: str) -> str:
+        """Return the salt of blocks with chunks in vLLM's prefix cache, 32 hex digits; `own`: the server's namespace.
 
         It differs between namespaces, sessions, clients' salts, settings of reuse and prefixes of segments.
         """
         settings = json.dumps(asdict(self.config), sort_keys=True)
         owner = ["private", self.session] if self.session is not None else ["shared"]
         ids = [segment.segment_id for segment in self.prompt.segments[:-1]]
+        namespace = self.namespace or own
         return digest("cachecraft salt", self.client_salt, namespace, *owner, settings, *ids)
 
 
-def salt_of(session: str | None, client_salt: str) -> str:
-    """Return vLLM's `cache_salt` for a session and a client's own salt; "" without both: such blocks serve everyone."""
-    return client_salt if session is None else digest("session salt", session, client_salt)
+def salt_of(session: str | None, client_salt: str, *, tenant: str = "") -> str:
+    """Return vLLM's `cache_salt` for a tenant ("": no other than the server's own), a session and a client's own salt.
+
+    "" without all three: such blocks serve everyone.
+    """
+    salt = client_salt if session is None else digest("session salt", session, client_salt)
+    return digest("tenant salt", tenant, salt) if tenant else salt
 
 
 def _seal(message: Mapping[str, object], token_ids: TokenIds, key: str) -> str:

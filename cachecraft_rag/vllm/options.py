@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from cachecraft_rag.errors import ConfigError
@@ -56,6 +56,7 @@ class ModelConfig(Protocol):
     disable_sliding_window: bool
     logprobs_mode: str
     max_logprobs: int
+    served_model_name: object
     hf_config: PretrainedConfig
     hf_text_config: PretrainedConfig
 
@@ -106,9 +107,18 @@ class CompilationConfig(Protocol):
 
 
 class TransferConfig(Protocol):
-    """The field of `vllm.config.KVTransferConfig` that this package reads."""
+    """The fields of `vllm.config.KVTransferConfig` that this package reads."""
 
-    kv_connector_extra_config: Mapping[str, object]
+    kv_connector: str | None
+    kv_load_failure_policy: str
+    kv_connector_extra_config: Mapping[str, Any]
+
+
+class LoadConfig(Protocol):
+    """The fields of `vllm.config.LoadConfig` that this package reads."""
+
+    load_format: object
+    model_loader_extra_config: object
 
 
 class SpeculativeConfig(Protocol):
@@ -126,6 +136,7 @@ class VLLMConfig(Protocol):
     offload_config: OffloadConfig
     scheduler_config: SchedulerConfig
     compilation_config: CompilationConfig
+    load_config: LoadConfig
     speculative_config: SpeculativeConfig | None
     kv_transfer_config: TransferConfig | None
 
@@ -241,6 +252,18 @@ class VLLMOptions:
                 offload.offload_backend, offload.prefetch.offload_group_size
             ),
         )
+
+    @classmethod
+    def of_running(cls, config: VLLMConfig) -> Self:
+        """Read the options from the `VllmConfig` of a vLLM that `vllm serve` has started, those in `shaping` too."""
+        sources = (config.model_config, config.load_config)
+        values = {
+            name: getattr(source, name)
+            for name in _SHAPING
+            for source in sources
+            if hasattr(source, name)
+        }
+        return replace(cls.from_config(config), shaping=cls.from_values(values).shaping)
 
     def fingerprint(self, checkpoint: str, *, own_quantization: str | None = None) -> str:
         """Return the fingerprint of a checkpoint served with these options.

@@ -10,6 +10,7 @@ from typing import Protocol, cast
 
 from cachecraft_rag.observability.stats import Finish, RequestStats
 from cachecraft_rag.observability.tracing import ServedTrace, TracedRequest, is_tracing
+from cachecraft_rag.planning.candidates import Owner
 from cachecraft_rag.planning.planner import SegmentOutcome
 from cachecraft_rag.planning.reasons import Reason
 from cachecraft_rag.server.remembered import Remembered
@@ -289,16 +290,16 @@ class Records:
                 record.trace.end(record.stats(), record.error)
         if self._under_way.get(name) is record:  # a client may give two requests the same name
             del self._under_way[name]
-        self._ended.keep(name, record.request.session, record.as_dict())
+        self._ended.keep(name, record.request.owner, record.as_dict())
 
-    def get(self, name: str, *, session: str | None) -> dict[str, object] | None:
+    def get(self, name: str, *, owner: Owner) -> dict[str, object] | None:
         """Return the statistics of a request so far: `RequestRecord.as_dict`, and its name as "id".
 
-        None if it is unknown, not among the last 1,000, or of another session; `session=None` finds those without one.
+        None if it is unknown, not among the last 1,000, or of another tenant or session, see `Request.owner`.
         """
-        numbers = self._ended.get(name, session=session)
+        numbers = self._ended.get(name, owner=owner)
         if (record := self._under_way.get(name)) is not None:
-            numbers = record.as_dict() if record.request.session == session else None
+            numbers = record.as_dict() if record.request.owner == owner else None
         return {"id": name} | numbers if numbers else None
 
 

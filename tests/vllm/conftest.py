@@ -6,7 +6,7 @@ import gc
 import os
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -158,7 +158,13 @@ class Server:
     key, namespace = "the tests' key", "default"
 
     def __init__(
-        self, model: Path, store: Path, *, caches: dict[str, Any] | None = None, **options: Any
+        self,
+        model: Path,
+        store: Path,
+        *,
+        caches: dict[str, Any] | None = None,
+        beside: Sequence[dict[str, Any]] = (),
+        **options: Any,
     ) -> None:
         import torch
         from vllm import LLM
@@ -185,7 +191,7 @@ class Server:
             "block_size": 32,
             "enable_prefix_caching": False,
             "seed": 0,
-            "kv_transfer_config": settings.transfer_config(),
+            "kv_transfer_config": settings.transfer_config(beside),
             "disable_log_stats": True,
         }
         if torch.cuda.is_available():

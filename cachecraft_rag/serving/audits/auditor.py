@@ -308,7 +308,8 @@ class Auditor:
     def _plan(self, request: Request, answer_tokens: int) -> tuple[Resolved, PendingLoads]:
         """Plan an exact prefill, and begin to load what is stored after the same prefix."""
         segments = [segment for segment in request.prompt.segments if segment.kind != "question"]
-        offered = exact_only(self.look_up(segments, session=request.session))
+        found = self.look_up(segments, session=request.session, namespace=request.namespace)
+        offered = exact_only(found)
         resolved = resolve(
             Prompt(request.prompt.segments),
             offered,

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 
-from cachecraft_rag.planning.candidates import Candidate
+from cachecraft_rag.planning.candidates import Candidate, Owner
 from cachecraft_rag.serving.config import NewVariants
 from cachecraft_rag.serving.new_variants import Dropped, NewVariantStats, WantedVariants
 
@@ -59,7 +59,7 @@ class IdleVariants:
         self._wanted = WantedVariants(config)
         self._changed = threading.Condition()
         # Identity of each running candidate → its chunks that were removed since it began.
-        self._running: dict[tuple[str | None, tuple[str, ...]], set[str]] = {}
+        self._running: dict[tuple[Owner, tuple[str, ...]], set[str]] = {}
         self._started = self._closed = False
 
     @property

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -32,7 +32,7 @@ from cachecraft_rag.vllm.messages import (
     FillReport,
     StepResult,
 )
-from cachecraft_rag.vllm.metrics import StoreCounts, counts_of
+from cachecraft_rag.vllm.metrics import NoFurtherMetrics, StoreCounts, counts_of
 from cachecraft_rag.vllm.options import VLLMConfig
 from cachecraft_rag.vllm.processes import settle_in
 from cachecraft_rag.vllm.settings import ConnectorSettings
@@ -303,6 +303,11 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
     def build_kv_connector_stats(cls, data: dict[str, object] | None = None) -> StoreCounts:
         """Return the counts that have arrived in the API server, `StoreCounts.data`, as an object."""
         return StoreCounts(data or {})
+
+    @classmethod
+    def build_prom_metrics(cls, *given: Any) -> NoFurtherMetrics:
+        """Return metrics of vLLM's own, of which there are none. `given`: see `KVConnectorPromMetrics`."""
+        return NoFurtherMetrics(*given)
 
     def shutdown(self) -> None:
         """In a worker, give up fillings and finish the captures; in the scheduler, end look-ups. Close the store."""

@@ -410,7 +410,7 @@ class Scheduling:
                 removed=lookup.removed,
             )
             lacking = FutureCaptures()
-            lacking.expect(ask.prompt, plan, session=ask.session)
+            lacking.expect(ask.prompt, plan, session=ask.session, namespace=ask.namespace)
             known.lacks = lacking.variants
         if not ask.config.reuse:
             return False
@@ -470,7 +470,7 @@ class Scheduling:
             for segment in segments
         }
         lookup = self._store.find(
-            self._settings.namespace,
+            ask.namespace or self._settings.namespace,
             self._identity.fingerprint,
             list(tokens),
             session=ask.session,
@@ -490,7 +490,7 @@ def _announced(lacking: FutureVariant, ask: Ask, others: Iterable[Pending]) -> b
     return any(
         capture.serves(wanted, ask.config.method.scope)
         for other in others
-        if other.ask is not None
+        if other.ask is not None and other.ask.namespace == ask.namespace
         for capture in _captures(other.ask, other.lacks or ())
     )
 

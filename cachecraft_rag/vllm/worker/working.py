@@ -533,6 +533,7 @@ class Workers:
             primed=ask.primed,
             extra_variants=extra_variants,
             reused=[planned.variant for planned in filling.plan.segments],
+            namespace=ask.namespace,
         )
         self._write_back.submit(recorder, keys, context)
         return frozenset(segments[capture.segment].segment_id for capture in recorder.captures)
