@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from cachecraft_rag.compute.decode import DecodeStep
 from cachecraft_rag.compute.driver import Call
 from cachecraft_rag.compute.overlapped import Forward
-from cachecraft_rag.serving.joint_rows import JointRows
-from cachecraft_rag.serving.loop_task import LoopTask, Priority
-from cachecraft_rag.serving.scheduling import WaitingPass, next_group, pays_to_join
+from cachecraft_rag.serving.loop.joint_rows import JointRows
+from cachecraft_rag.serving.loop.scheduling import WaitingPass, next_group, pays_to_join
+from cachecraft_rag.serving.loop.task import LoopTask, Priority
 
 T = TypeVar("T")
 
