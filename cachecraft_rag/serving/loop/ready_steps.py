@@ -106,7 +106,7 @@ class ReadySteps:
         )
 
     def would_join(self, rows: Sequence[int] | NDArray[np.int64]) -> bool:
-        """Return True if a new prefill with rows at these positions pays beside those that run."""
+        """Same as `StepLoop.would_join`."""
         passes = [
             (task.step.row_pass, task.joined)
             for task in self._prefilling()
