@@ -13,7 +13,7 @@ from cachecraft_rag.compute.overlapped import Wait
 from cachecraft_rag.errors import BusyError, WaitTimeoutError
 from cachecraft_rag.planning.config import ReuseConfig, Scope
 from cachecraft_rag.planning.planner import Plan
-from cachecraft_rag.serving.loop_task import LoopTask
+from cachecraft_rag.serving.loop.task import LoopTask
 from cachecraft_rag.types.prompts import Prompt
 
 

@@ -29,11 +29,11 @@ from cachecraft_rag.serving.admission import AdmissionQueue, FutureCaptures
 from cachecraft_rag.serving.answer_text import AnswerText
 from cachecraft_rag.serving.audits.auditor import Auditor
 from cachecraft_rag.serving.audits.predictions import Predictions
-from cachecraft_rag.serving.loop_task import LoopTask, Priority
+from cachecraft_rag.serving.loop.step_loop import StepLoop
+from cachecraft_rag.serving.loop.task import LoopTask, Priority
 from cachecraft_rag.serving.new_variants import LookUp, VariantMaker
 from cachecraft_rag.serving.request import Request, RequestProgress
 from cachecraft_rag.serving.sampling import Sampler
-from cachecraft_rag.serving.step_loop import StepLoop
 from cachecraft_rag.serving.token_queue import AnswerPiece, TokenQueue
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.store.loading.loader import Loader

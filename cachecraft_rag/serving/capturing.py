@@ -10,8 +10,8 @@ from cachecraft_rag.compute.driver import Work, prefill_steps
 from cachecraft_rag.compute.job import PrefillJob
 from cachecraft_rag.compute.rows import Rows
 from cachecraft_rag.model.decoder import Decoder
-from cachecraft_rag.serving.loop_task import LoopTask
-from cachecraft_rag.serving.step_loop import StepLoop
+from cachecraft_rag.serving.loop.step_loop import StepLoop
+from cachecraft_rag.serving.loop.task import LoopTask
 from cachecraft_rag.types.captures import RemovedChunks
 from cachecraft_rag.types.prompts import Prompt
 

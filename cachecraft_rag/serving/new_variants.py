@@ -26,8 +26,8 @@ from cachecraft_rag.planning.candidates import Candidate, Candidates
 from cachecraft_rag.planning.config import ReuseConfig, ReuseMethod
 from cachecraft_rag.planning.planner import make_plan
 from cachecraft_rag.serving.config import NewVariants
-from cachecraft_rag.serving.loop_task import LoopTask, Priority
-from cachecraft_rag.serving.step_loop import StepLoop
+from cachecraft_rag.serving.loop.step_loop import StepLoop
+from cachecraft_rag.serving.loop.task import LoopTask, Priority
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.store.loading.loader import Loader
 from cachecraft_rag.store.loading.pending import PendingLoads

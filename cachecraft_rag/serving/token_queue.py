@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 
 from cachecraft_rag.observability.stats import Finish
-from cachecraft_rag.serving.loop_task import Handle
+from cachecraft_rag.serving.loop.task import Handle
 from cachecraft_rag.serving.request import RequestProgress
 from cachecraft_rag.store.processes import HomeProcess
 

@@ -26,20 +26,20 @@ from cachecraft_rag.checks import (
 )
 from cachecraft_rag.errors import ConfigError, StoreError
 from cachecraft_rag.store.background_writer import BackgroundWriter, log_mistake
+from cachecraft_rag.store.catalog.eviction_rules import EvictionRule
 from cachecraft_rag.store.catalog.found_texts import MarkedText
+from cachecraft_rag.store.catalog.variant_finder import VariantFinder
 from cachecraft_rag.store.catalog_records import FileRef, Limits, Listed, RowFilter, Totals
 from cachecraft_rag.store.closeable import Closeable
 from cachecraft_rag.store.config import DEFAULT_LIMITS, StoreConfig, StoreStats
 from cachecraft_rag.store.durable import CheckReport, DurableVariants, Evicted, file_of
 from cachecraft_rag.store.eviction import Use, policy_named
-from cachecraft_rag.store.eviction_rules import EvictionRule
 from cachecraft_rag.store.files.disk import Throttle
 from cachecraft_rag.store.layout import READ_ERRORS, StoredVariant, open_source, unreadable
 from cachecraft_rag.store.memory import Memory
 from cachecraft_rag.store.processes import HomeProcess
 from cachecraft_rag.store.remote import RemoteConfig, RemoteStats, RemoteStream, RemoteTier
 from cachecraft_rag.store.row_checks import LookupResult, RowBounds
-from cachecraft_rag.store.variant_finder import VariantFinder
 from cachecraft_rag.types.captures import Capture, TokenScores
 from cachecraft_rag.types.progress import Progress
 from cachecraft_rag.types.store_reasons import (
@@ -138,7 +138,7 @@ class ChunkCacheStore(Closeable):
     ) -> Self:
         """Open or create the store in the folder `root`; `settings` override fields of `config`.
 
-        Chunk-caches that one of the `rules` evicts leave now, and while the store is used, see `store.eviction_rules`.
+        Chunk-caches that one of the `rules` evicts leave now and while the store is used, see `catalog.eviction_rules`.
 
         Limits and a policy that are set are stored with the folder. A store of another version is moved to "set-aside";
         a folder that cannot be written is opened `read_only`. Both log a warning.

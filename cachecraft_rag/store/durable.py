@@ -28,9 +28,9 @@ from typing import Literal, Protocol, runtime_checkable
 
 from cachecraft_rag.errors import StoreError
 from cachecraft_rag.store.catalog import Catalog, DiskFullError, OtherVersionError
+from cachecraft_rag.store.catalog.eviction_rules import SECONDS_BETWEEN_RUNS, EvictionRule
 from cachecraft_rag.store.catalog_records import DamagedRow, FileRef, Limits, Listed, RowFilter
 from cachecraft_rag.store.eviction import Policy
-from cachecraft_rag.store.eviction_rules import SECONDS_BETWEEN_RUNS, EvictionRule
 from cachecraft_rag.store.files.audit_file import forget_texts
 from cachecraft_rag.store.files.disk import DiskTier, Throttle, sync_folder
 from cachecraft_rag.store.files.writers import Writers

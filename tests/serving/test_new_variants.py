@@ -23,11 +23,11 @@ from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.planning.config import ReuseConfig, ReuseMethod
-from cachecraft_rag.serving import ready_steps
 from cachecraft_rag.serving.config import NewVariants
 from cachecraft_rag.serving.generation import Generation
-from cachecraft_rag.serving.loop_task import LoopTask, Priority
-from cachecraft_rag.serving.ready_steps import Computed, ReadySteps
+from cachecraft_rag.serving.loop import ready_steps
+from cachecraft_rag.serving.loop.ready_steps import Computed, ReadySteps
+from cachecraft_rag.serving.loop.task import LoopTask, Priority
 from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.store.catalog_records import RowFilter

@@ -25,10 +25,10 @@ from cachecraft_rag.compute.driver import Call, Until, Work
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.planning.config import ReuseConfig
-from cachecraft_rag.serving import joint_rows, ready_steps
-from cachecraft_rag.serving.loop_task import LoopTask, Priority
+from cachecraft_rag.serving.loop import joint_rows, ready_steps
+from cachecraft_rag.serving.loop.step_loop import StepLoop
+from cachecraft_rag.serving.loop.task import LoopTask, Priority
 from cachecraft_rag.serving.sampling import Sampler, SamplingParams
-from cachecraft_rag.serving.step_loop import StepLoop
 from cachecraft_rag.serving.token_queue import MAX_UNREAD
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.types.documents import Chunk

@@ -13,8 +13,8 @@ import torch
 
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.store import ChunkCacheStore, Listed
+from cachecraft_rag.store.catalog.eviction_rules import SECONDS_BETWEEN_RUNS
 from cachecraft_rag.store.eviction import POLICIES, Use, VariantFacts, policy_named, worth
-from cachecraft_rag.store.eviction_rules import SECONDS_BETWEEN_RUNS
 from cachecraft_rag.types.captures import Capture, TokenScores
 from cachecraft_rag.types.kv_layout import KVLayout
 from cachecraft_rag.types.variants import VariantKey

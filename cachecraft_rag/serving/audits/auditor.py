@@ -30,10 +30,10 @@ from cachecraft_rag.serving.audits.audit import Audit, AuditText, ReuseFacts, re
 from cachecraft_rag.serving.audits.predictions import ComparedPlace, Predictions, compare
 from cachecraft_rag.serving.audits.results import AuditDrop, AuditResults, audit_of
 from cachecraft_rag.serving.config import Audits
-from cachecraft_rag.serving.loop_task import LoopTask, Priority
+from cachecraft_rag.serving.loop.step_loop import StepLoop
+from cachecraft_rag.serving.loop.task import LoopTask, Priority
 from cachecraft_rag.serving.new_variants import EXACT, LookUp, exact_only
 from cachecraft_rag.serving.request import Request, RequestProgress, stats_of
-from cachecraft_rag.serving.step_loop import StepLoop
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.store.loading.loader import Loader
 from cachecraft_rag.store.loading.pending import PendingLoads

@@ -31,6 +31,7 @@ from typing import Any
 
 from cachecraft_rag.store.catalog import found_texts, removals, sums
 from cachecraft_rag.store.catalog.eviction_order import EvictionOrder
+from cachecraft_rag.store.catalog.eviction_rules import EvictionRule
 from cachecraft_rag.store.catalog.rows import (
     COLUMNS,
     NOTHING,
@@ -53,7 +54,6 @@ from cachecraft_rag.store.catalog_records import (
 )
 from cachecraft_rag.store.database import Database, Parameters, fetched
 from cachecraft_rag.store.eviction import Policy, Use
-from cachecraft_rag.store.eviction_rules import EvictionRule
 from cachecraft_rag.store.row_checks import row_error, scores_are_wrong
 from cachecraft_rag.types.captures import TokenScores
 from cachecraft_rag.types.digests import passage_id

@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from cachecraft_rag.compute.decode import DecodeStep
 from cachecraft_rag.compute.driver import Call
 from cachecraft_rag.compute.overlapped import Forward
-from cachecraft_rag.serving.joint_rows import JointRows
-from cachecraft_rag.serving.loop_task import LoopTask, Priority
-from cachecraft_rag.serving.scheduling import WaitingPass, next_group, pays_to_join
+from cachecraft_rag.serving.loop.joint_rows import JointRows
+from cachecraft_rag.serving.loop.scheduling import WaitingPass, next_group, pays_to_join
+from cachecraft_rag.serving.loop.task import LoopTask, Priority
 
 T = TypeVar("T")
 
@@ -106,7 +106,7 @@ class ReadySteps:
         )
 
     def would_join(self, rows: Sequence[int] | NDArray[np.int64]) -> bool:
-        """Return True if a new prefill with rows at these positions pays beside those that run."""
+        """Same as `StepLoop.would_join`."""
         passes = [
             (task.step.row_pass, task.joined)
             for task in self._prefilling()

@@ -30,9 +30,9 @@ from cachecraft_rag.compute.driver import Until, Work
 from cachecraft_rag.compute.overlapped import Wait
 from cachecraft_rag.compute.timing import Timer, untimed
 from cachecraft_rag.model.decoder import Decoder
-from cachecraft_rag.serving.joint_rows import JointRows
-from cachecraft_rag.serving.loop_task import Handle, LoopTask, Priority
-from cachecraft_rag.serving.ready_steps import Computed, ReadySteps, outcome
+from cachecraft_rag.serving.loop.joint_rows import JointRows
+from cachecraft_rag.serving.loop.ready_steps import Computed, ReadySteps, outcome
+from cachecraft_rag.serving.loop.task import Handle, LoopTask, Priority
 
 logger = logging.getLogger("cachecraft_rag")
 T = TypeVar("T")
