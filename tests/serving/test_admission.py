@@ -166,7 +166,10 @@ def test_all_that_wait_load_in_the_order_of_waiting(make_engine: MakeEngine) -> 
     engine = make_engine(host_bytes=0, tuning=EngineTuning(preload_bytes=1 << 30))
     begun = noted_loads(engine)
     with Turn(engine, [TOASTER]) as first:
-        others = [Asking(engine, [chunk], QUESTION) for chunk in SEVERAL]
+        others = []
+        for chunk in SEVERAL:  # each in a thread, so they must come one after the other
+            others.append(Asking(engine, [chunk], QUESTION))
+            waiting(engine, len(others))
         layers = engine.decoder.layout.layers
         until(lambda: len(begun) == 4 and all(loads.depth() == layers for loads in begun))
         waiting(engine, 4)
