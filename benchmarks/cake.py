@@ -40,6 +40,7 @@ from cachecraft_rag.planning.config import Loading, ReuseConfig, ReuseMethod
 from cachecraft_rag.prompt.builder import PromptBuilder
 from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store import ChunkCacheStore
+from cachecraft_rag.store.config import StoreTuning
 from cachecraft_rag.types.progress import Progress
 
 _SERIES = (  # field, label, colour, line
@@ -268,7 +269,9 @@ class Context:
             return self._answer(engine, config)
 
     def _open(self, codec: str, bytes_per_s: float = float("inf")) -> ChunkCacheStore:
-        return ChunkCacheStore.open(self._folder / codec, codec=codec, read_bytes_per_s=bytes_per_s)
+        return ChunkCacheStore.open(
+            self._folder / codec, codec=codec, tuning=StoreTuning(read_bytes_per_s=bytes_per_s)
+        )
 
     def _engine(self, store: ChunkCacheStore) -> Engine:
         engine = Engine(self._decoder, store, best_last=False, new_variants="off")

@@ -30,7 +30,7 @@ from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.prompt.builder import PromptBuilder
 from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store import ChunkCacheStore
-from cachecraft_rag.store.config import StoreConfig
+from cachecraft_rag.store.config import StoreConfig, StoreTuning
 from cachecraft_rag.types.documents import Chunk
 from cachecraft_rag.types.progress import Progress
 from cachecraft_rag.types.prompts import Prompt
@@ -203,7 +203,7 @@ class _Bench:
             host_bytes=_HOST_BYTES,
             device=str(decoder.device) if on_gpu else None,
             device_bytes=0,
-            queue_bytes=_HOST_BYTES,
+            tuning=StoreTuning(queue_bytes=_HOST_BYTES),
         )
         self.store = self._open_store()
         self.engine = self._engine_of(self.store)

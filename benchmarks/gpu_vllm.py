@@ -29,6 +29,7 @@ def started(setting: Setting, *, eager: bool) -> Iterator[VLLMEngine]:
         setting: the model's shape and dtype, and the longest prompt.
         eager: True to start vLLM without compiling and without CUDA graphs.
     """
+    from cachecraft_rag.engine.config import EngineConfig
     from cachecraft_rag.vllm.engine import VLLMEngine
 
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -49,8 +50,8 @@ def started(setting: Setting, *, eager: bool) -> Iterator[VLLMEngine]:
             store=Path(folder) / "store",
             dtype=setting.dtype,
             server=server,
+            config=EngineConfig().with_tuning(queue_bytes=16 << 30),
             host_bytes=16 << 30,
-            queue_bytes=16 << 30,
             new_variants="off",
             best_last=False,
         ) as engine:

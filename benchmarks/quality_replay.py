@@ -43,6 +43,7 @@ from benchmarks.quality_target import (
 from cachecraft_rag.cli import options
 from cachecraft_rag.cli.console import out
 from cachecraft_rag.cli.options import numbers, print_json, print_table, progress_bar
+from cachecraft_rag.engine.config import EngineTuning
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.evaluation.dataset import Dataset, EvaluationQuestion
@@ -135,7 +136,7 @@ def measure(
             store,
             new_variants="off",
             audit="idle",
-            decode_rows=len(ratios),
+            tuning=EngineTuning(decode_rows=len(ratios)),
             config=ReuseConfig.deterministic(),
         ) as engine,
         ThreadPoolExecutor(len(ratios)) as threads,

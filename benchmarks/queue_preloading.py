@@ -24,6 +24,7 @@ import typer
 
 from cachecraft_rag.cli import options
 from cachecraft_rag.cli.options import print_json, print_table, progress_bar
+from cachecraft_rag.engine.config import EngineTuning
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.evaluation.dataset import Dataset, handbook_dataset
 from cachecraft_rag.evaluation.intervals import ratio_interval
@@ -33,6 +34,7 @@ from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.serving.generation import Generation
 from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store import ChunkCacheStore
+from cachecraft_rag.store.config import StoreTuning
 from cachecraft_rag.types.documents import Chunk
 from cachecraft_rag.types.progress import Progress
 
@@ -60,7 +62,7 @@ class PreloadingGain:
     bursts         number of pairs of bursts
     median_ttft_s  mean over the bursts: (for the next request only, for the whole queue), in seconds
     ttft_ratio     the second divided by the first, and its 95 % interval over bursts
-    most_bytes     most bytes that were loaded ahead, of the budget `preload_bytes`
+    most_bytes     most bytes that were loaded ahead, of the budget `EngineTuning.preload_bytes`
     """
 
     mb_per_s: float | None
@@ -103,7 +105,9 @@ def measure(
     times = {0: BurstTimes(), _PRELOAD_BYTES: BurstTimes()}
     rate = math.inf if mb_per_s is None else mb_per_s * 1e6
     dice = random.Random(0)
-    with ChunkCacheStore.open(folder, host_bytes=0, read_bytes_per_s=rate) as store:
+    with ChunkCacheStore.open(
+        folder, host_bytes=0, tuning=StoreTuning(read_bytes_per_s=rate)
+    ) as store:
         for number in range(bursts):
             burst = [dice.sample(everything, passages) for _ in range(requests)]
             before = dice.sample(everything, ahead)
@@ -113,7 +117,7 @@ def measure(
                     decoder,
                     store,
                     new_variants="off",
-                    preload_bytes=preload_bytes,
+                    tuning=EngineTuning(preload_bytes=preload_bytes),
                     config=ReuseConfig.deterministic(),
                 ) as engine:
                     _answer(engine, burst, times[preload_bytes], computed=computed, before=before)

@@ -32,6 +32,7 @@ from cachecraft_rag.checks import FINITE, MOST, check_number, check_whole
 from cachecraft_rag.cli import options
 from cachecraft_rag.cli.console import out
 from cachecraft_rag.cli.options import numbers, print_json, progress_bar
+from cachecraft_rag.engine.config import EngineTuning
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.evaluation.intervals import Interval, ratio_interval
@@ -64,8 +65,8 @@ class ServeSettings:
     chunks, chunk_tokens, top_k   chunks in all, the tokens of each, and chunks per request
     questions, exponent, variation  see `traffic.Traffic`
     answer_tokens  longest answer
-    decode_rows    how many answers a decode step computes together at most, see `EngineConfig`
-    new_variants   whether chunks that were reused are captured in the background, see `EngineConfig`
+    decode_rows    how many answers a decode step computes together at most, see `EngineTuning`
+    new_variants   whether chunks that were reused are captured in the background, see `EngineTuning`
     """
 
     requests: int = 40
@@ -307,8 +308,7 @@ def _side(
             config=config,
             best_last=False,
             new_variants=settings.new_variants,
-            decode_rows=settings.decode_rows,
-            max_waiting=MOST,
+            tuning=EngineTuning(decode_rows=settings.decode_rows, max_waiting=MOST),
         ) as engine,
     ):
         yield engine

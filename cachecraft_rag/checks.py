@@ -6,10 +6,12 @@ half a surrogate pair, the result of decoding an argument wrongly, is rejected.
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import fields
 from difflib import get_close_matches
 from types import MappingProxyType
 from typing import TypeVar
@@ -173,6 +175,26 @@ def check_names(
     raise ConfigError(
         f"{', '.join(unknown)}: no such {what}{meant} are {', '.join(sorted(known))}."
     )
+
+
+def refuses_other_names(
+    *, what: str = "option", hints: Mapping[str, str] = MappingProxyType({})
+) -> Callable[[type[T]], type[T]]:
+    """Make a dataclass raise `check_names`'s ConfigError for arguments that it has not, in place of a TypeError."""
+
+    def decorate(config: type[T]) -> type[T]:
+        names = tuple(setting.name for setting in fields(config))  # type: ignore[arg-type]
+        signature = inspect.signature(config)
+
+        def new(cls: type[T], /, *_: object, **named: object) -> T:
+            check_names(named, names, what=what, hints=hints)
+            return object.__new__(cls)
+
+        config.__new__ = new  # type: ignore[assignment]
+        config.__signature__ = signature  # type: ignore[attr-defined]
+        return config
+
+    return decorate
 
 
 def check_callable(name: str, value: object, *, optional: bool = True) -> None:

@@ -136,14 +136,14 @@ class ServerError(CacheCraftError):
 
 
 class BusyError(CacheCraftError):
-    """As many requests are waiting for the engine as may (`EngineConfig.max_waiting`); ask again later.
+    """As many requests are waiting for the engine as may (`EngineTuning.max_waiting`); ask again later.
 
     Raised by the first piece of an answer.
     """
 
 
 class WaitTimeoutError(BusyError, TimeoutError):
-    """A request waited longer for its turn than it may (`EngineConfig.wait_timeout_s`); ask again later."""
+    """A request waited longer for its turn than it may (`EngineTuning.wait_timeout_s`); ask again later."""
 
 
 class ContextLengthError(CacheCraftError):

@@ -26,6 +26,7 @@ from cachecraft_rag.retrievers.embeddings import Embedder
 from cachecraft_rag.retrievers.index.faiss_store import FaissStore
 from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store import ChunkCacheStore, RowFilter, StoreConfig
+from cachecraft_rag.store.config import StoreTuning
 from cachecraft_rag.store.remote import RemoteConfig
 from cachecraft_rag.types.documents import Chunk
 
@@ -136,8 +137,8 @@ def test_any_value_of_any_field(kind: Any, name: str, value: Any) -> None:
         (SamplingParams, {"stop": (b"x",)}, "decode"),
         (StoreConfig, {"host_bytes": "2GB"}, "'2GB'"),
         (StoreConfig, {"disk_bytes": 2**70}, "below 2"),
-        (StoreConfig, {"readers": 2.5}, "whole number"),
-        (StoreConfig, {"busy_timeout_s": math.inf}, "at most 1e"),
+        (StoreTuning, {"readers": 2.5}, "whole number"),
+        (StoreTuning, {"busy_timeout_s": math.inf}, "at most 1e"),
         (ReuseConfig, {"reuse": 0}, "True or False"),
         (
             ReuseMethod,

@@ -132,6 +132,9 @@ assert answer.stats.quality.startswith("r = 0.15") and "target 0.98" in answer.s
 assert exact_only.method.scope == "prefix"
 assert (published.method.alpha, with_alpha.method.alpha) == (1.0, 2.0)
 """,
+    "docs/reference/settings.md": """
+assert (config.tuning.max_waiting, config.store.tuning.readers, remote.tuning.read_timeout_s) == (32, 8, 2.0)
+""",
     "docs/guides/tuning.md": """
 assert 1 < len(exact.sources) <= 3 and exact.stats.tokens_recomputed > 0
 assert all(chunk.outcome in ("exact", "computed") or chunk.recomputed == chunk.tokens for chunk in exact.stats.chunks)

@@ -14,6 +14,7 @@ from cachecraft_rag.checks import (
     check_number,
     check_text,
     check_whole,
+    refuses_other_names,
 )
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.planning.config import ReuseConfig, ReuseMethod
@@ -21,6 +22,7 @@ from cachecraft_rag.prompt.builder import DEFAULT_SYSTEM
 from cachecraft_rag.serving.audits.controller import QualityTarget
 from cachecraft_rag.serving.config import Audits, NewVariants, When
 from cachecraft_rag.store import StoreConfig
+from cachecraft_rag.store.config import StoreTuning
 
 _PAPER_VARIANTS = 500  # N × M, 100 chunks and 5 variants of each (Cache-Craft §5.1.2)
 _PER_QUESTION = "sampling=SamplingParams({}=…) with each question"
@@ -43,6 +45,45 @@ _OFTEN_TRIED = MappingProxyType(
 )
 
 
+@dataclass(frozen=True, slots=True)
+class EngineTuning:
+    """How requests share an engine: settings to tune one. An engine over vLLM refuses them: it has its own queue.
+
+    decode_rows     most answers that a decode step computes together; 1 = each separately
+    max_waiting     most requests that wait while another request has its turn; further ones get BusyError
+    preload_bytes   most bytes of chunk-caches that waiting requests load before their turn, besides the next one, which
+                    always loads; 0 = only the next one
+    wait_timeout_s  longest time that a request waits for its turn, then WaitTimeoutError; None = no limit
+    """
+
+    decode_rows: int = 8
+    max_waiting: int = 256
+    preload_bytes: int = 0
+    wait_timeout_s: float | None = None
+
+    def __post_init__(self) -> None:
+        """Check every field."""
+        check_whole("decode_rows", self.decode_rows, least=1)
+        check_whole("max_waiting", self.max_waiting)
+        check_whole("preload_bytes", self.preload_bytes)
+        check_number("wait_timeout_s", self.wait_timeout_s, most=MOST_SECONDS, optional=True)
+
+
+_TUNING_NAMES = tuple(setting.name for setting in fields(EngineTuning))
+_STORE_TUNING_NAMES = tuple(setting.name for setting in fields(StoreTuning))
+_IN_TUNING = MappingProxyType(
+    {name: f"tuning=EngineTuning({name}=…)" for name in _TUNING_NAMES}
+    | {name: f"store=StoreConfig().with_tuning({name}=…)" for name in _STORE_TUNING_NAMES}
+)
+_WITH_TUNING = MappingProxyType(
+    {
+        name: f"config=EngineConfig().with_tuning({name}=…)"
+        for name in (*_TUNING_NAMES, *_STORE_TUNING_NAMES)
+    }
+)
+
+
+@refuses_other_names(hints=_OFTEN_TRIED | _IN_TUNING)
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """Options of `from_pretrained` besides the model and the store's folder.
@@ -69,13 +110,8 @@ class EngineConfig:
                     recompute ratio of requests that set neither a ratio nor α. Needs `audit`
     min_ratio       smallest recompute ratio that a quality target chooses, 0 to 1
     max_ratio       largest recompute ratio that a quality target chooses, 0 to 1; not below `min_ratio`
-    decode_rows     most answers that a decode step computes together; 1 = each separately
-    max_waiting     most requests that wait while another request has its turn; further ones get BusyError
-    preload_bytes   most bytes of chunk-caches that waiting requests load before their turn, besides the next one, which
-                    always loads; 0 = only the next one
-    wait_timeout_s  longest time that a request waits for its turn, then WaitTimeoutError; None = no limit. An
-                    engine over vLLM, which has its own queue and batches, refuses these four
     store           budgets, codec and remote of the chunk-caches
+    tuning          how requests share the engine: an `EngineTuning`; see `with_tuning`
 
     Words and numbers become objects: `new_variants` is kept as a `NewVariants`, and `audit` as an `Audits`. An unknown
     dtype or device is noticed when the model is loaded.
@@ -94,11 +130,8 @@ class EngineConfig:
     quality_target: float | None = None
     min_ratio: float = 0.0
     max_ratio: float = 1.0
-    decode_rows: int = 8
-    max_waiting: int = 256
-    preload_bytes: int = 0
-    wait_timeout_s: float | None = None
     store: StoreConfig = field(default_factory=StoreConfig)
+    tuning: EngineTuning = field(default_factory=EngineTuning)
 
     def __post_init__(self) -> None:
         """Check every field; raises ConfigError."""
@@ -135,11 +168,13 @@ class EngineConfig:
         check_number("min_ratio", self.min_ratio, most=1.0)
         check_number("max_ratio", self.max_ratio, most=1.0)
         self.target()
-        check_whole("decode_rows", self.decode_rows, least=1)
-        check_whole("max_waiting", self.max_waiting)
-        check_whole("preload_bytes", self.preload_bytes)
-        check_number("wait_timeout_s", self.wait_timeout_s, most=MOST_SECONDS, optional=True)
         check_kind("store", self.store, StoreConfig, advice="write StoreConfig(host_bytes=…)")
+        check_kind(
+            "tuning",
+            self.tuning,
+            EngineTuning,
+            advice="write EngineTuning(max_waiting=…), or use with_tuning",
+        )
 
     @classmethod
     def paper(cls, **options: Any) -> Self:
@@ -159,7 +194,7 @@ class EngineConfig:
             reuse=ReuseConfig.paper(), best_last=False, new_variants="always", store=store
         )
         preload_bytes = options.get("host_bytes") or store.host_bytes
-        return published.with_options(**{"preload_bytes": preload_bytes} | options)
+        return published.with_tuning(preload_bytes=preload_bytes).with_options(**options)
 
     def require_usable_target(self) -> None:
         """Raise ConfigError for a quality target that could not act, without audits or with a fixed ratio or α.
@@ -191,12 +226,12 @@ class EngineConfig:
     def with_options(self, **options: Any) -> Self:
         """Return a copy with these fields of this class or of `StoreConfig`; None keeps the present value.
 
-        `device` is that of the model. A `reuse` replaces all settings of reuse.
+        `device` and `tuning` are those of the engine. A `reuse` replaces all settings of reuse.
 
         >>> EngineConfig().with_options(namespace="acme", host_bytes=1 << 30).store.host_bytes
         1073741824
         """
-        check_names(options, self.option_names(), hints=_OFTEN_TRIED)
+        check_names(options, self.option_names(), hints=_OFTEN_TRIED | _WITH_TUNING)
         given = {name: value for name, value in options.items() if value is not None}
         own_names = _own_names(type(self))
         own = {name: value for name, value in given.items() if name in own_names}
@@ -204,6 +239,22 @@ class EngineConfig:
             own.setdefault("audit", replace(self.audit, keep_text=False))  # type: ignore[type-var]
         of_store = {name: value for name, value in given.items() if name not in own_names}
         return replace(self, store=replace(self.store, **of_store), **own)
+
+    def with_tuning(self, **changes: Any) -> Self:
+        """Return a copy with these fields of its tuning, or of its store's tuning, changed.
+
+        >>> config = EngineConfig().with_tuning(max_waiting=32, readers=8)
+        >>> config.tuning.max_waiting, config.store.tuning.readers
+        (32, 8)
+        """
+        check_names(changes, (*_TUNING_NAMES, *_STORE_TUNING_NAMES), what="setting of the tuning")
+        own = {name: value for name, value in changes.items() if name in _TUNING_NAMES}
+        of_store = {name: value for name, value in changes.items() if name not in own}
+        return replace(
+            self,
+            tuning=replace(self.tuning, **own),
+            store=self.store.with_tuning(**of_store),
+        )
 
 
 def _own_names(config: type[EngineConfig]) -> set[str]:

@@ -140,9 +140,9 @@ class Engine(AnswerEngine):
             decoder.tokenizer, decoder.model.config.vocab_size, decoder.end_tokens
         )
         self._admission = AdmissionQueue(
-            chosen.max_waiting,
-            chosen.wait_timeout_s,
-            preload_bytes=chosen.preload_bytes,
+            chosen.tuning.max_waiting,
+            chosen.tuning.wait_timeout_s,
+            preload_bytes=chosen.tuning.preload_bytes,
             registry=self.request_counts.registry,
         )
         self.write_back = WriteBackQueue(
@@ -176,7 +176,7 @@ class Engine(AnswerEngine):
         joint = JointRows(
             self.decoder,
             speed,
-            most=config.decode_rows,
+            most=config.tuning.decode_rows,
             registry=self.request_counts.registry,
         )
         return StepLoop(self.decoder, joint)

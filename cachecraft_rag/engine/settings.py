@@ -1,9 +1,9 @@
 """Settings of a command. Precedence: flag, environment, file, the user's own file, default.
 
-A setting is a field of a dataclass that checks it: `Application`, `EngineConfig`, `StoreConfig`, `SamplingParams`, or,
-in the tables `[reuse]`, `[method]` and `[remote]`, `ReuseConfig`, `ReuseMethod` and `RemoteConfig`. The field gives
-key, flag, default and help, so a new setting is a field with its check and its line in the class's docstring.
-The variable of `disk_bytes` is `CACHECRAFT_DISK_BYTES`, that of `url` in `[remote]` `CACHECRAFT_REMOTE_URL`.
+A setting is a field of a dataclass that checks it: `Application`, `EngineConfig`, `StoreConfig`, `SamplingParams`, or
+one of `_TABLES`, such as `ReuseConfig` in the table `[reuse]`. The field gives key, flag, default and help, so a new
+setting is a field with its check and its line in the class's docstring. The variable of `disk_bytes` is
+`CACHECRAFT_DISK_BYTES`, that of `url` in `[remote]` `CACHECRAFT_REMOTE_URL`.
 
 Rejected: pydantic-settings. It would check every value a second time, it records neither the origin of a value nor
 which other variables the environment may hold, and it takes 0.3 s to import, half of what a command such as
@@ -27,13 +27,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from cachecraft_rag.checks import check_names, check_path, check_text, check_whole, shown
-from cachecraft_rag.engine.config import EngineConfig
+from cachecraft_rag.engine.config import EngineConfig, EngineTuning
 from cachecraft_rag.engine.trust import FILE_NAME, config_folder, is_trusted, needs_trust
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.planning.config import ReuseConfig, ReuseMethod
 from cachecraft_rag.serving.sampling import SamplingParams
-from cachecraft_rag.store.config import StoreConfig
-from cachecraft_rag.store.remote.config import RemoteConfig
+from cachecraft_rag.store.config import StoreConfig, StoreTuning
+from cachecraft_rag.store.remote.config import RemoteConfig, RemoteTuning
 
 logger = logging.getLogger("cachecraft_rag.settings")
 
@@ -57,10 +57,26 @@ _ELSEWHERE = {
 _SERVICE_LINK = re.compile(
     r"CACHECRAFT_(\w+_)?(SERVICE_(HOST|PORT(_\w+)?)|PORT(_\d+_(TCP|UDP|SCTP)(_\w+)?)?)"
 )
-_TABLES: Mapping[type, str] = {ReuseConfig: "reuse", ReuseMethod: "method", RemoteConfig: "remote"}
+_TABLES: Mapping[type, str] = {
+    ReuseConfig: "reuse",
+    ReuseMethod: "method",
+    EngineTuning: "tuning",
+    StoreTuning: "tuning",
+    RemoteConfig: "remote",
+    RemoteTuning: "remote.tuning",
+}
 _SECRET = frozenset({"remote.key"})
 # keys that were in another table before
-_MOVED = {f"reuse.{field.name}": f"method.{field.name}" for field in fields(ReuseMethod)}
+_MOVED = {
+    f"{table}{field.name}": f"{_TABLES[kind]}.{field.name}"
+    for kind, table in (
+        (ReuseMethod, "reuse."),
+        (EngineTuning, ""),
+        (StoreTuning, ""),
+        (RemoteTuning, "remote."),
+    )
+    for field in fields(kind)
+}
 _ALIASES = {"max_tokens": "max_new_tokens"}
 _UNITS = {
     "": 1,
@@ -138,7 +154,7 @@ class Setting:
 class KnownKey:
     """A key: the field of a dataclass.
 
-    key      its name: that of the field, after "reuse.", "method." or "remote." for the tables
+    key      its name: that of the field, after the table, as in "remote.tuning.failures"
     kind     annotation of the field without "| None", such as "bool" or "tuple[str, ...]"
     default  default of the field; None also for `remote.url`, which has none
     help     first clause of its description in the dataclass's docstring
@@ -257,18 +273,17 @@ def known_settings() -> dict[str, KnownKey]:
     """Return every key → its `KnownKey`, in the order of the dataclasses; one dict for all callers."""
     known = {}
     left_out = {
-        EngineConfig: {"reuse", "store"},
-        StoreConfig: {"device", "remote"},
+        EngineConfig: {"reuse", "store", "tuning"},
+        StoreConfig: {"device", "remote", "tuning"},
         ReuseConfig: {"method"},
+        RemoteConfig: {"tuning"},
     }
     for config in (
         Application,
         EngineConfig,
         StoreConfig,
         SamplingParams,
-        ReuseConfig,
-        ReuseMethod,
-        RemoteConfig,
+        *_TABLES,
     ):
         texts = descriptions(config)
         for setting in fields(config):
@@ -336,27 +351,28 @@ class Settings:
 
         Defaults of a command have no effect. The key file of a remote is read, and its keys are checked.
         """
-        names = EngineConfig.option_names() - {"reuse", "remote"}
+        names = EngineConfig.option_names() - {"reuse", "remote", "tuning"}
         flat = {key: value for key, value in self.given().items() if key in names}
         method = ReuseMethod(**self._table("method"))
         reuse = ReuseConfig(**self._table("reuse"), method=method)
-        config = EngineConfig(reuse=reuse).with_options(**flat)
+        config = EngineConfig(reuse=reuse).with_options(**flat).with_tuning(**self._table("tuning"))
         store = replace(config.store, remote=self.remote())
         return replace(config, store=store).with_options(**options)
 
     def remote(self) -> RemoteConfig | None:
-        """Return the configuration of the remote, or None if no setting of the table `remote` is in `given`.
+        """Return the configuration of the remote, or None if no setting of it is in `given`.
 
         Its keys are checked too, and a key file is read. ConfigError for settings of a remote without a URL.
         """
-        table = self._table("remote")
-        if not table:
+        given = [key for key in self.given() if key.startswith("remote.")]
+        if not given:
             return None
-        if "url" not in table:
-            first = self.entries[f"remote.{next(iter(table))}"]
+        if "remote.url" not in given:
+            first = self.entries[given[0]]
             change = f"set remote.url (--remote), or remove {first.key}"
             raise ConfigError(f"{first.origin}: {first.key} needs a remote; {change}")
-        config = RemoteConfig(**table)
+        tuning = RemoteTuning(**self._table("remote.tuning"))
+        config = RemoteConfig(**self._table("remote"), tuning=tuning)
         config.keys()
         return config
 
@@ -367,11 +383,10 @@ class Settings:
         )
 
     def _table(self, name: str) -> dict[str, Any]:
-        prefix = f"{name}."
         return {
-            key.removeprefix(prefix): value
+            key.rpartition(".")[2]: value
             for key, value in self.given().items()
-            if key.startswith(prefix)
+            if key.rpartition(".")[0] == name
         }
 
 
@@ -477,12 +492,13 @@ def flag_of(key: str) -> str:
 
     >>> [flag_of(key) for key in ("disk_bytes", "method.drift", "remote.url", "remote.key_file")]
     ['--disk-bytes', '--drift', '--remote', '--remote-key-file']
+    >>> [flag_of(key) for key in ("tuning.max_waiting", "remote.tuning.failures")]
+    ['--max-waiting', '--remote-failures']
     """
     if key == "remote.url":
         return "--remote"
-    return "--" + key.removeprefix("reuse.").removeprefix("method.").replace("_", "-").replace(
-        ".", "-"
-    )
+    name = key.removeprefix("reuse.").removeprefix("method.").replace("tuning.", "")
+    return "--" + name.replace("_", "-").replace(".", "-")
 
 
 def settings_file(
@@ -506,11 +522,18 @@ def settings_file(
 
 def _key_of(variable: str, known: Mapping[str, KnownKey]) -> str | None:
     """Return the key of a variable; None for variables that Kubernetes adds."""
-    names = {PREFIX + key.replace(".", "_").upper(): key for key in (*known, *_ALIASES)}
+    names = {_variable_of(key): key for key in (*known, *_ALIASES)}
     if variable not in names and _SERVICE_LINK.fullmatch(variable):
         return None
-    check_names([variable], names, what="variable", advice="Correct it, or remove it. ")
+    moved = {_variable_of(old): _variable_of(new) for old, new in _MOVED.items()}
+    check_names(
+        [variable], names, what="variable", advice="Correct it, or remove it. ", hints=moved
+    )
     return _ALIASES.get(names[variable], names[variable])
+
+
+def _variable_of(key: str) -> str:
+    return PREFIX + key.replace(".", "_").upper()
 
 
 def _own_file() -> Path | None:
@@ -556,10 +579,14 @@ def _flat_settings(file: Path, content: bytes) -> dict[str, object]:
     # ValueError: a number of more digits than Python reads
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{file} is not valid TOML: {error}") from error
-    flat: dict[str, object] = {}
-    for key, value in tables.items():
+    return {_ALIASES.get(key, key): value for key, value in _flattened(tables)}
+
+
+def _flattened(table: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
+    """Yield key and value of each setting in a table and in its known tables."""
+    for name, value in table.items():
+        key = prefix + name
         if isinstance(value, dict) and key in _TABLES.values():
-            flat |= {f"{key}.{name}": setting for name, setting in value.items()}
+            yield from _flattened(value, f"{key}.")
         else:
-            flat[_ALIASES.get(key, key)] = value
-    return flat
+            yield key, value

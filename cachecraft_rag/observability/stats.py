@@ -63,7 +63,7 @@ class RequestStats:
     """Times in seconds and tokens of one request; made by `serving.request.stats_of`.
 
     ttft_s             from the call to the first answer token: queue_s + plan_s + load_s + prefill_s; 0 before it
-    queue_s            waiting for its turn, see `EngineConfig.max_waiting`
+    queue_s            waiting for its turn, see `EngineTuning.max_waiting`
     plan_s             prompt, look-up and plan, including any wait for a chunk that was still being captured
     load_s             waiting for what was being loaded; loading beside computing does not count
     prefill_s          computing the prompt

@@ -18,6 +18,7 @@ from cachecraft_rag.checks import (
     check_number,
     check_text,
     check_whole,
+    refuses_other_names,
 )
 from cachecraft_rag.planning.early_termination import EarlyTerminationRule
 from cachecraft_rag.planning.selectors import BudgetScope, selector_named
@@ -128,6 +129,7 @@ _IN_METHOD = MappingProxyType({name: f"method.{name}" for name in _METHOD_NAMES}
 _AS_ARGUMENT = MappingProxyType({name: f"method=ReuseMethod({name}=…)" for name in _METHOD_NAMES})
 
 
+@refuses_other_names(what="setting of reuse", hints=_AS_ARGUMENT)
 @dataclass(frozen=True, slots=True)
 class ReuseConfig:
     """Settings of reuse.
@@ -156,11 +158,6 @@ class ReuseConfig:
     min_prompt_tokens: int | None = None
     plain_prompts: PlainPromptsMode = "reuse"
     method: ReuseMethod = field(default_factory=ReuseMethod)
-
-    def __new__(cls, *_: object, **named: object) -> Self:
-        """Raise a ConfigError for unknown names, which also shows where a setting of the method belongs."""
-        check_names(named, cls.__match_args__, what="setting of reuse", hints=_AS_ARGUMENT)
-        return object.__new__(cls)
 
     @classmethod
     def paper(cls, **changes: Any) -> Self:

@@ -153,7 +153,7 @@ class AdmissionQueue:
             self._rejected.inc()
             raise BusyError(
                 f"{self._max_waiting} requests are waiting already; ask again later, or raise max_waiting "
-                "(EngineConfig)"
+                "(EngineConfig().with_tuning)"
             )
         self._waiting.append(task)
 
@@ -171,7 +171,7 @@ class AdmissionQueue:
             self._timed_out.inc()
             raise WaitTimeoutError(
                 f"the request waited longer than {self._timeout_s:g} s for its turn; ask again later, or raise "
-                "wait_timeout_s (EngineConfig)"
+                "wait_timeout_s (EngineConfig().with_tuning)"
             )
 
     @property

@@ -325,12 +325,13 @@ class Answering:
                 request, progress, output, queue, predictions=predictions
             )
         except GeneratorExit:  # closed by its reader, who has read a part of it
-            self.auditor.answered(request, progress, predictions, tokens=progress.generated)
+            read = progress.tokens[: progress.generated]
+            self.auditor.answered(request, progress, predictions, tokens=read)
             raise
         finally:
             self._finish(request, progress, captures)
         queue.put(last)
-        self.auditor.answered(request, progress, predictions, tokens=len(progress.tokens))
+        self.auditor.answered(request, progress, predictions, tokens=progress.tokens)
 
     def score(
         self,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -21,13 +21,14 @@ from cachecraft_rag.compute.job import PrefillResult
 from cachecraft_rag.compute.overlapped import OverlappedPrefill
 from cachecraft_rag.compute.resolve import Resolved, executed_plan, resolve
 from cachecraft_rag.compute.stack import Stack
-from cachecraft_rag.errors import CacheCraftError
 from cachecraft_rag.planning.candidates import Candidate, Candidates
 from cachecraft_rag.planning.config import ReuseConfig, ReuseMethod
 from cachecraft_rag.planning.planner import make_plan
 from cachecraft_rag.serving.config import NewVariants
+from cachecraft_rag.serving.idle.loop_runner import LoopRunner
+from cachecraft_rag.serving.idle.work import Among, GivenUp, IdleWork, Runner
 from cachecraft_rag.serving.loop.step_loop import StepLoop
-from cachecraft_rag.serving.loop.task import LoopTask, Priority
+from cachecraft_rag.serving.loop.task import Priority
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.store.loading.loader import Loader
 from cachecraft_rag.store.loading.pending import PendingLoads
@@ -41,8 +42,6 @@ logger = logging.getLogger("cachecraft_rag.new_variants")
 EXACT = ReuseConfig(method=ReuseMethod(scope="prefix", loading="whole"))
 _MAX_SAVED_UP = 100_000  # prompt tokens whose share can be saved up for later
 _MAX_DOUBLINGS = 16  # of the cost of a capture after refusals in a row
-# Errors of the disk, the device (torch raises RuntimeError) or memory: the next prompt may succeed.
-_EXPECTED_ERRORS = (CacheCraftError, OSError, RuntimeError, MemoryError)
 
 
 class Dropped(StrEnum):
@@ -55,6 +54,24 @@ class Dropped(StrEnum):
     CLOSED = "closed"
     REMOVED = "removed"  # one of its chunks, with its document
     TOO_LONG = "too_long"  # for the model's context
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """Outcome of the captures of one prompt.
+
+    stored   number of variants stored
+    refused  number of variants that the store refused
+    tokens   number of tokens computed
+    dropped  reason why not all of them are stored
+    again    True if other requests needed the blocks; the prompt is computed again later
+    """
+
+    stored: int = 0
+    refused: int = 0
+    tokens: int = 0
+    dropped: Dropped | None = None
+    again: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,141 +169,129 @@ def missing_of(candidate: Candidate, found: LookupResult) -> list[int]:
     return [index for index in candidate.fixed if plan.segments[index].variant is None]
 
 
-LookUp = Callable[..., LookupResult]  # `AnswerEngine.look_up`
+class VariantWork(IdleWork[Candidate, Captured]):
+    """Captures chunks that were reused and fixed, most requested first.
 
-
-@dataclass(eq=False)
-class VariantMaker:
-    """Captures chunks that were reused and fixed, most requested first. For the loop's thread, except `stats`.
-
-    stack, store, loader, write_back   of the engine
-    look_up    looks up what is stored
-    loop       runs the captures while it is idle
+    Args:
+        runner: computes and stores the missing variants of a candidate.
+        config: when, and how much may be spent.
     """
 
-    config: NewVariants
-    stack: Stack
-    store: ChunkCacheStore
-    loader: Loader
-    write_back: WriteBackQueue
-    look_up: LookUp
-    loop: StepLoop
-    _task: LoopTask | None = None  # of the capture under way
-    _running: Candidate | None = None  # its candidate
-    _dropped_as: Dropped = Dropped.CLOSED  # reason that is counted if it is given up
-    _closed: bool = False
-
-    def __post_init__(self) -> None:
-        self._wanted = WantedVariants(self.config)
+    def __init__(self, runner: Runner[Candidate, Captured], config: NewVariants) -> None:
+        super().__init__(runner, logger=logger, failure="A new variant could not be computed")
+        self.config = config
+        self._wanted = WantedVariants(config)
 
     @property
     def stats(self) -> NewVariantStats:
-        """Statistics since the engine was opened, as a copy; any thread may ask."""
-        return self._wanted.stats()
-
-    @property
-    def busy(self) -> bool:
-        """True while a capture is under way or waits for the loop."""
-        return self._task is not None
+        """Statistics since the engine was opened, as a copy; also possible after `close`."""
+        with self._changed:
+            return self._wanted.stats()
 
     def answered(self, prompt_tokens: int, candidate: Candidate | None) -> None:
         """Add the tokens of an answered prompt to the budget, note its fixed chunks, and begin to capture.
 
-        Returns at once: the capture runs while the loop is idle, or with `NewVariants.when` "always" also beside
-        answers. An error of a capture is logged and counted; after `close` the candidate is counted as dropped.
+        Returns at once. If more than `NewVariants.waiting` candidates wait, the least valuable one is dropped and
+        counted, as is the candidate after `close`.
         """
         if self.config.when == "off":
             return
-        if self._closed and candidate is not None:
-            self._wanted.count(Dropped.CLOSED)
-        else:
-            self._wanted.answered(prompt_tokens, candidate)
-        self._begin()
-
-    def forget(self, chunk_ids: Collection[str]) -> None:
-        """Drop the candidates with these chunks, because the chunks were removed; they are counted.
-
-        The capture under way ends before its next layer, and is not waited for.
-        """
-        for candidate in self._wanted.candidates.having(frozenset(chunk_ids)):
-            # A later request may have merged its captures with it: then it is another object.
-            if self._running is not None and candidate.identity == self._running.identity:
-                self._give_up(Dropped.REMOVED)
+        with self._changed:
+            if self._closed and candidate is not None:
+                self._wanted.count(Dropped.CLOSED)
             else:
-                self._wanted.drop(candidate, Dropped.REMOVED)
+                self._wanted.answered(prompt_tokens, candidate)
+            self._changed.notify_all()
+            self._runner.wake(self)
 
-    def close(self) -> None:
-        """Drop all candidates, and ask the capture under way to stop before its next layer, without waiting for it.
+    # -- as `IdleWork` asks for ---------------------------------------------------------------------------------------
 
-        They are counted as dropped, that of the capture once it has ended; `busy` is False then.
-        """
-        self._closed = True
-        if self._running is not None:
-            self._wanted.candidates.remove(self._running)
-            self._give_up(Dropped.CLOSED)
+    def _peek(self, among: Among[Candidate] | None = None) -> Candidate | None:
+        # A later request may have merged its captures with one under way: then it is another object.
+        under_way = {candidate.identity for candidate in self.under_way()}
+
+        def may_begin(candidate: Candidate) -> bool:
+            return candidate.identity not in under_way and (among is None or among(candidate))
+
+        return self._wanted.best(may_begin)
+
+    def _begun(self, piece: Candidate) -> None:
+        """Leave it among the candidates: later requests may merge their captures with it."""
+
+    def _having(self, chunk_ids: Collection[str]) -> Sequence[Candidate]:
+        return self._wanted.candidates.having(frozenset(chunk_ids))
+
+    def _clear(self) -> None:
         self._wanted.count(Dropped.CLOSED, self._wanted.candidates.clear())
 
-    def running(self, chunk_ids: Collection[str]) -> bool:
-        """Return True if a capture is under way and its prompt holds at least one of these chunks."""
-        if self._running is None:
-            return False
-        return any(segment.segment_id in chunk_ids for segment in self._running.segments)
+    def _drop(self, piece: Candidate, reason: GivenUp) -> None:
+        self._wanted.drop(piece, Dropped(reason))
 
-    def _give_up(self, reason: Dropped) -> None:
-        if self._task is not None:
-            self._task.closed = True
-            self._dropped_as = reason
-            self.loop.wake()
-
-    def _begin(self) -> None:
-        """Begin with the best candidate, unless a capture is under way or the budget is spent."""
-        candidate = self._wanted.best()
-        if self._task is not None or self._closed or candidate is None:
+    def _done(self, piece: Candidate, result: Captured | None, *, given_up: bool) -> None:
+        if result is None:
             return
-        self._running = candidate
-        self._dropped_as = Dropped.CLOSED
-        priority = Priority.JOB if self.config.when == "always" else Priority.IDLE
-        self._task = LoopTask(lambda _: self._capture(candidate), self._ended, priority)
-        self.loop.start(self._task)
+        self._wanted.spend(result.tokens)
+        if result.stored or result.refused:
+            self._wanted.stored(result.stored, result.refused)
+        if not (result.again or given_up):
+            self._wanted.drop(piece, result.dropped)
 
-    def _ended(self, dropped: Dropped | None, error: BaseException | None) -> None:
-        """Count the result of the capture that was under way; `dropped`: None if it was stored."""
-        task = self._task
-        candidate = self._running
-        assert task is not None
-        assert candidate is not None
-        self._task = None
-        self._running = None
-        if error is not None:
-            logger.error("A new variant could not be computed", exc_info=error)
-            dropped = Dropped.FAILED
-            # a mistake of ours: no more variants are made
-            if not isinstance(error, _EXPECTED_ERRORS):
-                self.close()
-        elif task.closed:
-            dropped = self._dropped_as
-        self._wanted.drop(candidate, dropped)
-        self._begin()
 
-    def _capture(self, candidate: Candidate) -> Work[Dropped | None]:
-        """Compute and store the missing variants of a candidate; returns why not all are stored, or None."""
+LookUp = Callable[..., LookupResult]  # `AnswerEngine.look_up`
+
+
+class VariantMaker(VariantWork):
+    """Captures chunks by the engine in this process. For the loop's thread, except `stats`.
+
+    Args:
+        config: when, and how much may be spent.
+        stack, store, loader, write_back: of the engine.
+        look_up: looks up what is stored.
+        loop: runs the captures while it is idle, or with `NewVariants.when` "always" also beside answers.
+    """
+
+    def __init__(
+        self,
+        config: NewVariants,
+        *,
+        stack: Stack,
+        store: ChunkCacheStore,
+        loader: Loader,
+        write_back: WriteBackQueue,
+        look_up: LookUp,
+        loop: StepLoop,
+    ) -> None:
+        priority = Priority.JOB if config.when == "always" else Priority.IDLE
+        super().__init__(LoopRunner(loop, self._capture, priority), config)
+        self._stack = stack
+        self._store = store
+        self._loader = loader
+        self._write_back = write_back
+        self._look_up = look_up
+        self._loop = loop
+
+    def _capture(self, candidate: Candidate) -> Work[Captured]:
+        """Compute and store the missing variants of a candidate.
+
+        The budget and the numbers of variants are updated here, because the capture may be given up on its way.
+        """
         yield Call(lambda: None)  # puts the look-up off until the loop is idle
-        planned = yield self.loop.aside(self._plan, candidate)
+        planned = yield self._loop.aside(self._plan, candidate)
         if isinstance(planned, Dropped):
-            return planned
+            return Captured(dropped=planned)
 
         prompt, resolved, loads = planned
         try:
             # waits for turns would distort the engine's speed
-            speed = ComputeSpeed(self.stack.keys_per_row)
+            speed = ComputeSpeed(self._stack.keys_per_row)
             result: PrefillResult = yield from OverlappedPrefill(
-                self.stack, resolved.job, loads, speed
+                self._stack, resolved.job, loads, speed
             ).steps()
         finally:
-            self.loader.end(loads)
+            self._loader.end(loads)
             resolved.close()
         executed_plan(resolved, loads, result)
-        self._wanted.spend(result.row_layers // self.stack.layout.layers)
+        self._wanted.spend(result.row_layers // self._stack.layout.layers)
 
         context = CaptureContext(
             prompt.segments,
@@ -299,7 +304,7 @@ class VariantMaker:
         refused = None
         for capture in result.recorder.captures:
             keys = result.buffer.kv[:, 0]  # [layers, tokens, kv_heads, head_dim]
-            stored = yield from self.write_back.steps(
+            stored = yield from self._write_back.steps(
                 capture, result.recorder, keys, context=context
             )
             if isinstance(stored, Unavailable) and stored.code is CaptureDrop.REMOVED:
@@ -309,11 +314,11 @@ class VariantMaker:
                 self._wanted.stored(0, refused=1)
             else:
                 self._wanted.stored(1)
-        return refused
+        return Captured(dropped=refused)
 
     def _plan(self, candidate: Candidate) -> tuple[Prompt, Resolved, PendingLoads] | Dropped:
         """Plan up to the last chunk that is not stored after its prefix, and begin to load; or say why not."""
-        found = self.look_up(
+        found = self._look_up(
             candidate.segments, session=candidate.session, namespace=candidate.namespace
         )
         if found.removed:  # by a process that could not tell this one
@@ -324,6 +329,6 @@ class VariantMaker:
         prompt = Prompt(candidate.segments[: max(missing) + 1])
         offered = exact_only(found)
         resolved = resolve(
-            prompt, offered, EXACT, store=self.store, ranks=self.stack.ranks, answer_tokens=0
+            prompt, offered, EXACT, store=self._store, ranks=self._stack.ranks, answer_tokens=0
         )
-        return prompt, resolved, self.loader.begin(resolved.to_load)
+        return prompt, resolved, self._loader.begin(resolved.to_load)

@@ -31,7 +31,7 @@ from cachecraft_rag.store.catalog.found_texts import MarkedText
 from cachecraft_rag.store.catalog.variant_finder import VariantFinder
 from cachecraft_rag.store.catalog_records import FileRef, Limits, Listed, RowFilter, Totals
 from cachecraft_rag.store.closeable import Closeable
-from cachecraft_rag.store.config import DEFAULT_LIMITS, StoreConfig, StoreStats
+from cachecraft_rag.store.config import DEFAULT_LIMITS, IN_STORE_TUNING, StoreConfig, StoreStats
 from cachecraft_rag.store.durable import CheckReport, DurableVariants, Evicted, file_of
 from cachecraft_rag.store.eviction import Use, policy_named
 from cachecraft_rag.store.files.disk import Throttle
@@ -75,9 +75,9 @@ class ChunkCacheStore(Closeable):
             root,
             limits=config.given_limits,
             defaults=Limits(**DEFAULT_LIMITS),
-            busy_timeout_s=config.busy_timeout_s,
+            busy_timeout_s=config.tuning.busy_timeout_s,
             on_removed=self._memory.remove,
-            throttle=Throttle(config.read_bytes_per_s),
+            throttle=Throttle(config.tuning.read_bytes_per_s),
             policy=None if config.eviction is None else policy_named(config.eviction),
             rules=rules,
         )
@@ -96,7 +96,7 @@ class ChunkCacheStore(Closeable):
         self._loads: Counter[str] = Counter()
         self._load_failures: Counter[tuple[str, str]] = Counter()
         self._readers = ThreadPoolExecutor(
-            config.readers, thread_name_prefix="cachecraft-store-reader"
+            config.tuning.readers, thread_name_prefix="cachecraft-store-reader"
         )
         try:
             self._remote = (
@@ -109,7 +109,7 @@ class ChunkCacheStore(Closeable):
             self._durable,
             self._memory,
             self._remote,
-            queue_bytes=config.queue_bytes,
+            queue_bytes=config.tuning.queue_bytes,
             codec=config.codec,
             warn_once=self._warn_once,
         )
@@ -145,7 +145,12 @@ class ChunkCacheStore(Closeable):
         """
         check_path("root", root)
         check_kind("config", config, StoreConfig, optional=True)
-        check_names(settings, StoreConfig.__dataclass_fields__, what="store setting")
+        check_names(
+            settings,
+            StoreConfig.__dataclass_fields__,
+            what="store setting",
+            hints=IN_STORE_TUNING,
+        )
         check_kind("rules", rules, (list, tuple), advice="write rules=[rule]")
         for rule in rules:
             check_callable("each of rules", rule, optional=False)
@@ -183,7 +188,7 @@ class ChunkCacheStore(Closeable):
         Every given chunk id is a key of the result's `variants`. Damaged rows are refused, and with `bounds` also rows
         that do not fit the model or the chunks; the variants then carry the model's layout. Refused rows are removed in
         the background, except rows of a remote that only this process cannot use (an unknown codec, another key).
-        Chunks with fewer variants here than `RemoteConfig.ask_below` are looked up on the remote too, within its time
+        Chunks with fewer variants here than `RemoteTuning.ask_below` are looked up on the remote too, within its time
         limit. If the catalog cannot be read or the folder is gone, a warning is logged and nothing is found: the answer
         is then computed without reuse.
         """
@@ -611,7 +616,7 @@ class ChunkCacheStore(Closeable):
         """Write waiting captures and uses, then close the folder; a second call does nothing.
 
         Waits without limit for writes and reads under way. Then captures that wait to be sent to the remote have
-        `RemoteConfig.close_timeout_s` seconds; later ones are dropped. Failures are logged. In a forked process it does
+        `RemoteTuning.close_timeout_s` seconds; later ones are dropped. Failures are logged. In a forked process it does
         nothing.
         """
         # a fork has no waiting captures, and the files belong to its parent

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
+from typing import Any, Self
 
-from cachecraft_rag.checks import MOST_SECONDS, check_kind, check_number, check_text, check_whole
+from cachecraft_rag.checks import (
+    MOST_SECONDS,
+    check_kind,
+    check_number,
+    check_text,
+    check_whole,
+    refuses_other_names,
+)
 from cachecraft_rag.store.codecs import codec_named
 from cachecraft_rag.store.eviction import policy_named
 from cachecraft_rag.store.remote import RemoteConfig, RemoteStats
@@ -18,6 +26,35 @@ CACHE_FOLDER = "caches"  # in the folder that a user names as the store, next to
 _MOST_READERS = 1024
 
 
+@dataclass(frozen=True, slots=True)
+class StoreTuning:
+    """How a store reads and writes: settings to tune one. They apply to this process.
+
+    queue_bytes       most bytes of captures that wait to be written; further captures are dropped
+    readers           number of threads that read files, from 1 to 1024, shared by all requests
+    read_bytes_per_s  limit on the rate of reading files, for a disk that other programs need too
+    busy_timeout_s    longest wait for another process's transaction on the catalog, in seconds
+    """
+
+    queue_bytes: int = 1 << 30
+    readers: int = 4
+    read_bytes_per_s: float = math.inf
+    busy_timeout_s: float = 5.0
+
+    def __post_init__(self) -> None:
+        """Check every field."""
+        check_whole("queue_bytes", self.queue_bytes, least=1)
+        check_whole("readers", self.readers, least=1, most=_MOST_READERS)
+        check_number("read_bytes_per_s", self.read_bytes_per_s, least=1)
+        check_number("busy_timeout_s", self.busy_timeout_s, most=MOST_SECONDS)
+
+
+IN_STORE_TUNING = MappingProxyType(
+    {setting.name: f"tuning=StoreTuning({setting.name}=…)" for setting in fields(StoreTuning)}
+)
+
+
+@refuses_other_names(what="setting of the store", hints=IN_STORE_TUNING)
 @dataclass(frozen=True, slots=True)
 class StoreConfig:
     """Settings of a store.
@@ -34,14 +71,11 @@ class StoreConfig:
                         processes on a folder should use the same policy
     host_bytes          bytes of chunk-caches in main memory; 0 switches the host tier off
     device, device_bytes  torch's name of the model's device, and bytes of chunk-caches on it; None: main memory only
-    queue_bytes         most bytes of captures that wait to be written; further captures are dropped
-    readers             number of threads that read files, from 1 to 1024, shared by all requests
-    read_bytes_per_s    limit on the rate of reading files, for a disk that other programs need too
     codec               codec of new captures: raw (exact), int8 or entropy (smaller). Stored chunk-caches keep theirs,
                         and the instruction is always raw, because all chunks are computed after it. Memory keeps a
                         capture as it was computed, so a lossy codec takes effect once it has left memory
-    busy_timeout_s      longest wait for another process's transaction on the catalog, in seconds
     remote              remote that is shared with other engines: a URL or a `RemoteConfig`
+    tuning              how files are read and written: a `StoreTuning`
     """
 
     disk_bytes: int | None = None
@@ -51,34 +85,41 @@ class StoreConfig:
     host_bytes: int = 2 << 30
     device: str | None = None
     device_bytes: int = 2 << 30
-    queue_bytes: int = 1 << 30
-    readers: int = 4
-    read_bytes_per_s: float = math.inf
     codec: str = "raw"
-    busy_timeout_s: float = 5.0
     remote: RemoteConfig | str | None = None
+    tuning: StoreTuning = field(default_factory=StoreTuning)
 
     def __post_init__(self) -> None:
         """Check the ranges, the codec and the remote's URL; a URL becomes a `RemoteConfig`."""
         for name in DEFAULT_LIMITS:
             check_whole(name, getattr(self, name), least=1, optional=True)
-        check_whole("queue_bytes", self.queue_bytes, least=1)
         for name in ("host_bytes", "device_bytes"):
             check_whole(name, getattr(self, name))
         check_text("device", self.device, optional=True, empty=False)
-        check_whole("readers", self.readers, least=1, most=_MOST_READERS)
-        check_number("read_bytes_per_s", self.read_bytes_per_s, least=1)
         check_text("codec", self.codec)
         check_text("eviction", self.eviction, optional=True)
         if self.eviction is not None:
             policy_named(self.eviction)
-        check_number("busy_timeout_s", self.busy_timeout_s, most=MOST_SECONDS)
+        check_kind(
+            "tuning",
+            self.tuning,
+            StoreTuning,
+            advice="write StoreTuning(readers=…), or use with_tuning",
+        )
         check_kind(
             "remote", self.remote, (RemoteConfig, str), optional=True, advice="write its URL"
         )
         if isinstance(self.remote, str):  # a RemoteConfig hides its password when it is printed
             object.__setattr__(self, "remote", RemoteConfig(self.remote))
         codec_named(self.codec)
+
+    def with_tuning(self, **changes: Any) -> Self:
+        """Return a copy with these fields of its tuning changed.
+
+        >>> StoreConfig().with_tuning(readers=8).tuning.readers
+        8
+        """
+        return replace(self, tuning=replace(self.tuning, **changes))
 
     @property
     def given_limits(self) -> dict[str, int]:

@@ -25,7 +25,7 @@ class CaptureDrop(StrEnum):
 
     CLOSED = "closed"
     TOO_LARGE = "too_large"  # larger than the whole byte budget
-    QUEUE_FULL = "queue_full"  # see `StoreConfig.queue_bytes`
+    QUEUE_FULL = "queue_full"  # see `StoreTuning.queue_bytes`
     FLAWED = "flawed"  # its scores cannot be stored
     NOT_ENCODABLE = "not_encodable"  # the codec cannot encode its values
     DISK_FULL = "disk_full"

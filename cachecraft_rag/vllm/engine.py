@@ -32,7 +32,7 @@ from cachecraft_rag.serving.audits.audit import Audit
 from cachecraft_rag.serving.audits.predictions import LikeliestTokens
 from cachecraft_rag.serving.audits.results import AuditResults
 from cachecraft_rag.serving.config import Audits, NewVariants
-from cachecraft_rag.serving.new_variants import EXACT, Dropped, LookUp, missing_of
+from cachecraft_rag.serving.new_variants import EXACT, Captured, Dropped, LookUp, missing_of
 from cachecraft_rag.serving.request import Request, RequestProgress, SegmentReport
 from cachecraft_rag.serving.sampling import SamplingParams as Sampling
 from cachecraft_rag.store import ChunkCacheStore, RowFilter
@@ -47,7 +47,7 @@ from cachecraft_rag.vllm.idle.audits import (
     check_server,
     likeliest_of,
 )
-from cachecraft_rag.vllm.idle.new_variants import Captured, IdleVariants
+from cachecraft_rag.vllm.idle.new_variants import IdleVariants
 from cachecraft_rag.vllm.messages import FIELD, Ask, FillReport
 from cachecraft_rag.vllm.options import FP8_CACHES, VLLMOptions
 from cachecraft_rag.vllm.refusals import missing_arguments
@@ -395,7 +395,7 @@ class VLLMBackend:
             self.note_fixed(request, reports[0] if reports else report)
             is_closed = progress.finish in ("closed", "failed")
             read = progress.generated if is_closed else len(progress.tokens)
-            self.audits.answered(request, progress, predicted, tokens=read)
+            self.audits.ended(request, progress, predicted, tokens=read)
 
     # -- audits -------------------------------------------------------------------------------------------------------
 

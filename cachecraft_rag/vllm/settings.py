@@ -6,6 +6,7 @@ import os
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,10 @@ _PLUGINS = f"VLLM_PLUGINS={PLUGIN},{ENDPOINT}"
 # Engine options that vLLM decides itself → what to do instead.
 _VLLM_DECIDES = {
     "device": "vLLM chooses the device",
-    "decode_rows": "vLLM batches answers itself; its max_num_seqs limits a batch",
-    "max_waiting": "vLLM has its own queue, which max_num_queued_reqs limits",
-    "preload_bytes": "vLLM has its own queue, and the requests that it has begun load",
-    "wait_timeout_s": "vLLM has its own queue; limit the wait in a router in front of the server",
+    "tuning.decode_rows": "vLLM batches answers itself; its max_num_seqs limits a batch",
+    "tuning.max_waiting": "vLLM has its own queue, which max_num_queued_reqs limits",
+    "tuning.preload_bytes": "vLLM has its own queue, and the requests that it has begun load",
+    "tuning.wait_timeout_s": "vLLM has its own queue; limit the wait in a router in front of the server",
 }
 _MEMORY = "vLLM has the device's memory; its own prefix cache takes the device tier's place"
 
@@ -48,7 +49,7 @@ def check_config(config: EngineConfig) -> EngineConfig:
     wrong = {
         name: why
         for name, why in _VLLM_DECIDES.items()
-        if getattr(config, name) != getattr(usual, name)
+        if attrgetter(name)(config) != attrgetter(name)(usual)
     }
     if getattr(config.new_variants, "when", "") == "always":
         wrong["new_variants"] = "they are made while no request is under way"

@@ -133,7 +133,7 @@ def test_reuse_does_not_decay_and_nothing_grows(
     tiny_decoder: Callable[..., Decoder], tmp_path: Path
 ) -> None:
     limits = {"disk_bytes": 2_400_000, "max_variants": 36, "host_bytes": 400_000}
-    remote = None if REMOTE is None else RemoteConfig(REMOTE, lookup_timeout_s=5.0)
+    remote = None if REMOTE is None else RemoteConfig(REMOTE).with_tuning(lookup_timeout_s=5.0)
     reused: list[float] = []
     sizes: list[tuple[int, int, int]] = []
     resident: list[int] = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 
@@ -12,14 +13,14 @@ import pytest
 from typer.testing import CliRunner
 
 from cachecraft_rag.cli.app import app
-from cachecraft_rag.engine.config import EngineConfig
+from cachecraft_rag.engine.config import EngineConfig, EngineTuning
 from cachecraft_rag.engine.settings import load_settings, size_of
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.planning.config import ReuseConfig, ReuseMethod
 from cachecraft_rag.rag import CacheCraft
-from cachecraft_rag.store.config import StoreConfig
-from cachecraft_rag.store.remote import RemoteConfig
+from cachecraft_rag.store.config import StoreConfig, StoreTuning
+from cachecraft_rag.store.remote import RemoteConfig, RemoteTuning
 
 TOML = """
 store = "caches"
@@ -38,7 +39,12 @@ drift = 0.2
 
 [remote]
 url = "redis://:secret@host/0"
+
+[remote.tuning]
 queue_bytes = "2 GiB"
+
+[tuning]
+queue_bytes = "3 GiB"
 """
 
 
@@ -73,7 +79,7 @@ def test_the_environment_goes_before_the_file_and_that_before_defaults(file: Pat
         "CACHECRAFT_REUSE_RECOMPUTE_RATIO": "0.3",
         "CACHECRAFT_HOST_BYTES": "1.5 MiB",
         "CACHECRAFT_PRIVATE_SYSTEM": "yes",
-        "CACHECRAFT_DECODE_ROWS": "4",
+        "CACHECRAFT_TUNING_DECODE_ROWS": "4",
         "CACHECRAFT_STOP": "END, STOP",
         "CACHECRAFT_NAMESPACE": "",  # not set
         "CACHECRAFT_READ_ONLY": "1",  # the app's
@@ -84,17 +90,19 @@ def test_the_environment_goes_before_the_file_and_that_before_defaults(file: Pat
     assert (config.store.disk_bytes, config.store.max_variants) == (50 * 10**9, 900)
     assert (config.store.variants_per_chunk, config.store.host_bytes) == (7, 3 << 19)
     assert config.reuse == ReuseConfig(recompute_ratio=0.3, method=ReuseMethod(drift=0.2))
-    assert config.store.remote == RemoteConfig("redis://:secret@host/0", queue_bytes=2 << 30)
+    remote = RemoteConfig("redis://:secret@host/0").with_tuning(queue_bytes=2 << 30)
+    assert config.store.remote == remote
+    assert config.store.tuning == StoreTuning(queue_bytes=3 << 30)
     assert config.private_system
-    assert config.decode_rows == 4
+    assert config.tuning == EngineTuning(decode_rows=4)
     assert config.namespace == "default"
     assert (found.sampling().temperature, found.sampling().stop) == (0.5, ("END", "STOP"))
     assert found["store"] == str(file.parent / "caches")
-    origins = {key: found.entries[key].origin for key in ("max_variants", "disk_bytes", "readers")}
+    origins = {key: found.entries[key].origin for key in ("max_variants", "disk_bytes", "codec")}
     assert origins == {
         "max_variants": "CACHECRAFT_MAX_VARIANTS",
         "disk_bytes": str(file),
-        "readers": "default",
+        "codec": "default",
     }
     assert found.entries["remote.url"].shown == "redis://***@host/0"
 
@@ -102,17 +110,19 @@ def test_the_environment_goes_before_the_file_and_that_before_defaults(file: Pat
 def test_the_working_directory_s_file_is_found_and_a_variable_may_name_another(
     here: Path, file: Path
 ) -> None:
-    (here / "cachecraft.toml").write_text("readers = 9\n")
-    assert load_settings(environment={})["readers"] == 9
+    (here / "cachecraft.toml").write_text("[tuning]\nreaders = 9\n")
+    assert load_settings(environment={})["tuning.readers"] == 9
     assert load_settings(environment={"CACHECRAFT_SETTINGS": str(file)})["top_k"] == 3
-    assert load_settings(environment={"CACHECRAFT_SETTINGS": ""})["readers"] == 9
+    assert load_settings(environment={"CACHECRAFT_SETTINGS": ""})["tuning.readers"] == 9
 
 
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("reader = 3", "readers"),
-        ("readers = 'many'", "readers"),
+        ("host_byte = 3", "Did you mean host_bytes?"),
+        ("[tuning]\nreaders = 'many'", "tuning.readers"),
+        ("readers = 3", "Did you mean tuning.readers?"),
+        ("max_waiting = 3", "Did you mean tuning.max_waiting?"),
         ("disk_bytes = '5 stones'", "disk_bytes"),
         (f"host_bytes = '{'9' * 400} GB'", "is too large for a size"),
         ("[reuse]\nrecompute_ratio = 2.0", "reuse.recompute_ratio"),
@@ -122,7 +132,8 @@ def test_the_working_directory_s_file_is_found_and_a_variable_may_name_another(
             "[method]\nearly_termination = 'gap'",
             "must be off, probe or published, not 'gap'",
         ),
-        ("[remote]\nfailures = 0\nurl = 'redis://host'", "remote.failures"),
+        ("[remote]\nfailures = 3\nurl = 'redis://host'", "Did you mean remote.tuning.failures?"),
+        ("[remote.tuning]\nfailures = 0", "remote.tuning.failures"),
         ("[store]\nreaders = 3", "store"),
         ("readers = ", "not valid TOML"),
         ("top_k = [1]", "top_k"),
@@ -145,27 +156,34 @@ def test_what_is_wrong_in_a_file_is_named_with_file_and_key(
 
 def test_what_is_wrong_elsewhere_is_named_too(here: Path, file: Path) -> None:
     for environment, says in (
-        ({"CACHECRAFT_READERS": "many"}, "CACHECRAFT_READERS: readers"),
+        ({"CACHECRAFT_TUNING_READERS": "many"}, "CACHECRAFT_TUNING_READERS: readers"),
         (
             {"CACHECRAFT_METHOD_EARLY_TERMINATION": "gap"},
             "must be off, probe or published, not 'gap'",
         ),
-        ({"CACHECRAFT_READER": "3"}, "Did you mean CACHECRAFT_READERS"),
+        ({"CACHECRAFT_HOST_BYTE": "3"}, "Did you mean CACHECRAFT_HOST_BYTES?"),
+        ({"CACHECRAFT_READERS": "3"}, "Did you mean CACHECRAFT_TUNING_READERS?"),
+        (
+            {"CACHECRAFT_REMOTE_FAILURES": "3"},
+            "Did you mean CACHECRAFT_REMOTE_TUNING_FAILURES?",
+        ),
+        ({"CACHECRAFT_REUSE_DRIFT": "0.3"}, "Did you mean CACHECRAFT_METHOD_DRIFT?"),
         ({"CACHECRAFT_SETTINGS": "nowhere.toml"}, "no settings file at nowhere.toml"),
     ):
         with pytest.raises(ConfigError, match=says):
             load_settings(environment=environment)
     with pytest.raises(
-        ConfigError, match=r"CACHECRAFT_REMOTE_FAILURES: remote.failures needs a remote"
+        ConfigError,
+        match=r"CACHECRAFT_REMOTE_TUNING_FAILURES: remote.tuning.failures needs a remote",
     ):
-        load_settings(environment={"CACHECRAFT_REMOTE_FAILURES": "3"}).engine_config()
+        load_settings(environment={"CACHECRAFT_REMOTE_TUNING_FAILURES": "3"}).engine_config()
 
 
 def test_the_nearest_name_comes_before_all_names(file: Path) -> None:
-    file.write_text("reader = 3\n")
+    file.write_text("host_byte = 3\n")
     with pytest.raises(
         ConfigError,
-        match=r"reader: no such setting\. Did you mean readers\? There are .*embeddings",
+        match=r"host_byte: no such setting\. Did you mean host_bytes\? There are .*embeddings",
     ):
         load_settings(file, environment={})
 
@@ -214,8 +232,25 @@ def test_every_field_of_the_configs_can_be_set() -> None:
     reuse = ReuseConfig.__dataclass_fields__.keys() - {"method"}
     assert {f"reuse.{name}" for name in reuse} <= keys
     assert {f"method.{name}" for name in ReuseMethod.__dataclass_fields__} <= keys
-    assert {f"remote.{name}" for name in RemoteConfig.__dataclass_fields__} <= keys
-    assert StoreConfig.__dataclass_fields__.keys() - {"device", "remote"} <= keys
+    remote = RemoteConfig.__dataclass_fields__.keys() - {"tuning"}
+    assert {f"remote.{name}" for name in remote} <= keys
+    assert {f"remote.tuning.{name}" for name in RemoteTuning.__dataclass_fields__} <= keys
+    assert {f"tuning.{name}" for name in EngineTuning.__dataclass_fields__} <= keys
+    assert {f"tuning.{name}" for name in StoreTuning.__dataclass_fields__} <= keys
+    assert StoreConfig.__dataclass_fields__.keys() - {"device", "remote", "tuning"} <= keys
+
+
+def test_at_most_45_settings_are_on_the_first_level() -> None:
+    """`pytest -s -k first_level` prints them: a user meets these first, the nested ones only to tune or compare."""
+    first_level = {
+        kind.__name__: [setting.name for setting in fields(kind)]
+        for kind in (EngineConfig, StoreConfig, RemoteConfig, ReuseConfig)
+    }
+    for name, settings in first_level.items():
+        print(f"{len(settings):3} {name}: {', '.join(settings)}")
+    count = sum(map(len, first_level.values()))
+    print(f"{count:3} in all")
+    assert count <= 45
 
 
 # -- the command line -------------------------------------------------------------------------------------------------
@@ -234,7 +269,7 @@ def test_settings_are_printed_with_where_they_come_from(
     printed = json.loads(run("--settings", str(file), "settings", "--json"))
     assert printed["top_k"] == {"value": 8, "origin": "CACHECRAFT_TOP_K"}
     assert printed["max_variants"] == {"value": 500, "origin": str(file)}
-    assert printed["readers"] == {"value": 4, "origin": "default"}
+    assert printed["tuning.readers"] == {"value": 4, "origin": "default"}
     assert "secret" not in json.dumps(printed)
     assert "CACHECRAFT_TOP_K" in run("settings")
 
@@ -289,6 +324,8 @@ def test_showing_limits_sets_none(here: Path) -> None:
         ("host_byte", "host_bytes?"),
         ("recompute_ratio", "reuse=ReuseConfig(recompute_ratio=…)?"),
         ("nearest_share", "reuse=ReuseConfig(nearest_share=…)?"),
+        ("max_waiting", "config=EngineConfig().with_tuning(max_waiting=…)?"),
+        ("readers", "config=EngineConfig().with_tuning(readers=…)?"),
     ],
 )
 def test_options_of_other_libraries_are_answered_with_ours_before_the_list(
@@ -306,13 +343,26 @@ def test_options_of_other_libraries_are_answered_with_ours_before_the_list(
             made(**{option: 1})
 
 
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("max_waiting", "tuning=EngineTuning(max_waiting=…)?"),
+        ("readers", "store=StoreConfig().with_tuning(readers=…)?"),
+    ],
+)
+def test_a_setting_that_has_moved_is_refused_with_its_place(name: str, hint: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"Did you mean {hint}")):
+        EngineConfig(**{name: 3})  # type: ignore[arg-type]
+
+
 def test_the_papers_options_can_be_changed_one_by_one() -> None:
     config = EngineConfig.paper(host_bytes=10**6, best_last=True, dtype="float32")
     assert config.reuse == ReuseConfig.paper()
-    assert (config.best_last, config.dtype, config.preload_bytes) == (True, "float32", 10**6)
+    assert (config.best_last, config.dtype, config.tuning.preload_bytes) == (True, "float32", 10**6)
     assert (config.store.eviction, config.store.host_bytes) == ("f_r", 10**6)
     assert (config.store.max_variants, config.store.variants_per_chunk) == (500, 500)
-    assert EngineConfig.paper(preload_bytes=7).preload_bytes == 7
+    tuning = EngineTuning(preload_bytes=7)
+    assert EngineConfig.paper(tuning=tuning).tuning == tuning
     with pytest.raises(ConfigError, match="best_first"):
         EngineConfig.paper(best_first=True)
 

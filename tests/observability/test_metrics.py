@@ -19,6 +19,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
+from cachecraft_rag.engine.config import EngineTuning
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.errors import BusyError, ConfigError, ContextLengthError
 from cachecraft_rag.model.decoder import Decoder
@@ -134,7 +135,7 @@ def mixture(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_requests_that_wait_and_that_are_turned_away(decoder: Decoder, tmp_path: Path) -> None:
     with (
         ChunkCacheStore.open(tmp_path / "caches") as store,
-        Engine(decoder, store, new_variants="off", max_waiting=1) as engine,
+        Engine(decoder, store, new_variants="off", tuning=EngineTuning(max_waiting=1)) as engine,
         serve_metrics(engine, 0) as server,
     ):
         with Turn(engine, CHUNKS[:3]) as first:

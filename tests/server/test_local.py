@@ -17,6 +17,7 @@ import openai
 import pytest
 
 from cachecraft_rag.client.http import HTTPEngine
+from cachecraft_rag.engine.config import EngineTuning
 from cachecraft_rag.errors import ServerError
 from cachecraft_rag.server.local.answers import Answer
 from cachecraft_rag.server.local.embeddings import Embeddings
@@ -314,7 +315,7 @@ def test_a_client_that_goes_away_while_it_waits_for_its_turn_leaves_the_queue(
 
 
 def test_a_busy_server_says_when_to_ask_again(serve: Serve) -> None:
-    served = serve(max_waiting=0)
+    served = serve(tuning=EngineTuning(max_waiting=0))
     with Turn(served.engine, CHUNKS) as first:
         for options in ({}, {"stream": True}):
             reply = served.chat(documents=DOCUMENTS, **options)
@@ -607,7 +608,7 @@ def test_our_client_gets_the_engines_answers_statistics_and_priming(server: Serv
 
 
 def test_our_client_reads_that_the_server_is_busy(serve: Serve) -> None:
-    served = serve(max_waiting=0)
+    served = serve(tuning=EngineTuning(max_waiting=0))
     with (
         HTTPEngine.connect(served.url) as engine,
         Turn(served.engine, CHUNKS),

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from cachecraft_rag.engine.config import EngineTuning
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.errors import BusyError, WaitTimeoutError
 from cachecraft_rag.langchain.chat_model import ChatCacheCraft
@@ -162,10 +163,13 @@ SEVERAL = [Chunk(f"{number}. The crumb tray of the toaster is pulled out.") for 
 
 def test_all_that_wait_load_in_the_order_of_waiting(make_engine: MakeEngine) -> None:
     stored_by_another_engine(make_engine, SEVERAL)
-    engine = make_engine(host_bytes=0, preload_bytes=1 << 30)
+    engine = make_engine(host_bytes=0, tuning=EngineTuning(preload_bytes=1 << 30))
     begun = noted_loads(engine)
     with Turn(engine, [TOASTER]) as first:
-        others = [Asking(engine, [chunk], QUESTION) for chunk in SEVERAL]
+        others = []
+        for chunk in SEVERAL:  # each in a thread, so they must come one after the other
+            others.append(Asking(engine, [chunk], QUESTION))
+            waiting(engine, len(others))
         layers = engine.decoder.layout.layers
         until(lambda: len(begun) == 4 and all(loads.depth() == layers for loads in begun))
         waiting(engine, 4)
@@ -185,7 +189,7 @@ def test_all_that_wait_load_in_the_order_of_waiting(make_engine: MakeEngine) -> 
 
 def test_preloading_keeps_to_its_budget(make_engine: MakeEngine) -> None:
     nbytes = stored_by_another_engine(make_engine, SEVERAL)
-    engine = make_engine(host_bytes=0, preload_bytes=2 * nbytes)
+    engine = make_engine(host_bytes=0, tuning=EngineTuning(preload_bytes=2 * nbytes))
     begun = noted_loads(engine)
     with Turn(engine, [TOASTER]) as first:
         others = [Asking(engine, [chunk], QUESTION) for chunk in SEVERAL]
@@ -200,7 +204,7 @@ def test_preloading_keeps_to_its_budget(make_engine: MakeEngine) -> None:
 
 def test_a_request_that_leaves_gives_its_room_back(make_engine: MakeEngine) -> None:
     stored_by_another_engine(make_engine, SEVERAL)
-    engine = make_engine(host_bytes=0, preload_bytes=1 << 30)
+    engine = make_engine(host_bytes=0, tuning=EngineTuning(preload_bytes=1 << 30))
     begun = noted_loads(engine)
     with Turn(engine, [TOASTER]) as first:
         others = [Asking(engine, [chunk], QUESTION) for chunk in SEVERAL]
@@ -241,7 +245,7 @@ def test_the_next_one_loads_while_it_waits(make_engine: MakeEngine, gone: bool) 
 
 
 def test_one_too_many_is_refused(make_engine: MakeEngine) -> None:
-    engine = make_engine(max_waiting=1)
+    engine = make_engine(tuning=EngineTuning(max_waiting=1))
     with Turn(engine, [KETTLE]) as first:
         second = Asking(engine, [TOASTER])
         waiting(engine, 1)
@@ -255,7 +259,7 @@ def test_one_too_many_is_refused(make_engine: MakeEngine) -> None:
 
 
 def test_a_request_that_waits_too_long_gets_no_answer(make_engine: MakeEngine) -> None:
-    engine = make_engine(wait_timeout_s=0.05)
+    engine = make_engine(tuning=EngineTuning(wait_timeout_s=0.05))
     with Turn(engine, [KETTLE]) as first:
         late = Asking(engine, [TOASTER])
         late.ended()
@@ -327,7 +331,7 @@ def test_a_cancelled_task_leaves_the_line_at_once(engine: Engine, way: str) -> N
 
 
 def test_tasks_need_no_thread_to_wait_and_to_read(make_engine: MakeEngine) -> None:
-    engine = make_engine(max_waiting=20)
+    engine = make_engine(tuning=EngineTuning(max_waiting=20))
 
     async def ask(turn: Turn) -> list[Any]:
         executor = ThreadPoolExecutor(1)

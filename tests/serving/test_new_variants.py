@@ -409,8 +409,7 @@ def test_a_removed_chunk_ends_a_capture_that_was_asked_for_again(
 ) -> None:
     stop_in_the_first_capture(engine, layers)
     ran = layers.run.count("background")
-    running = engine.new_variants._running
-    assert running is not None
+    (running,) = engine.new_variants.under_way()
     engine.loop.call_soon(lambda: engine.new_variants.answered(0, replace(running)))
     removed = RowFilter(chunk_ids=(CHUNKS[0].chunk_id,))
     removing = threading.Thread(target=engine.store.evict, args=(removed,))

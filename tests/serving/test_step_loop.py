@@ -22,6 +22,7 @@ from torch import Tensor
 
 from cachecraft_rag.compute.decode import DecodeStep
 from cachecraft_rag.compute.driver import Call, Until, Work
+from cachecraft_rag.engine.config import EngineTuning
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.planning.config import ReuseConfig
@@ -122,7 +123,10 @@ def test_answers_decoded_together_are_those_of_each_alone(
 
     monkeypatch.setattr(Sampler, "draw", draw)
     decoder = tiny_decoder(family, **settings)
-    engine, apart = make_engine(decoder=decoder), make_engine(decoder=decoder, decode_rows=1)
+    engine, apart = (
+        make_engine(decoder=decoder),
+        make_engine(decoder=decoder, tuning=EngineTuning(decode_rows=1)),
+    )
     ask_together(engine, SAMPLED)
     together = False
     ask_together(apart, SAMPLED)
@@ -144,7 +148,10 @@ def test_small_prefills_that_begin_together_are_one_forward_and_give_the_same(
     settings: dict[str, Any],
 ) -> None:
     decoder = tiny_decoder(family, **settings)
-    engine, apart = make_engine(decoder=decoder), make_engine(decoder=decoder, decode_rows=1)
+    engine, apart = (
+        make_engine(decoder=decoder),
+        make_engine(decoder=decoder, tuning=EngineTuning(decode_rows=1)),
+    )
     engine.loop.joint.speed.stepped(1.0)
     # a forward's fixed part takes as long as a thousand rows
     engine.loop.joint.speed.measured(1000.0, 2.0)

@@ -25,6 +25,7 @@ import torch
 
 from cachecraft_rag.retrievers.index.faiss_store import FaissStore
 from cachecraft_rag.store import ChunkCacheStore, RowFilter
+from cachecraft_rag.store.config import StoreTuning
 from cachecraft_rag.store.database import Database
 from cachecraft_rag.types.captures import Capture, TokenScores
 from cachecraft_rag.types.documents import Chunk
@@ -36,7 +37,11 @@ from tests.store.test_database import insert, open_database, words
 __all__ = ["untraced"]
 
 LAYOUT = KVLayout(layers=2, kv_heads=1, head_dim=8, dtype="float32")
-SETTINGS: dict[str, Any] = {"disk_bytes": 400_000, "host_bytes": 20_000, "busy_timeout_s": 0.5}
+SETTINGS: dict[str, Any] = {
+    "disk_bytes": 400_000,
+    "host_bytes": 20_000,
+    "tuning": StoreTuning(busy_timeout_s=0.5),
+}
 INTERRUPTS = int(os.environ.get("TESTS_INTERRUPTS", "2000"))
 WRITE_IN_ANOTHER_PROCESS = """
 import sys

@@ -24,7 +24,7 @@ from cachecraft_rag.retrievers.index.faiss_store import FaissStore
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.store.catalog import schema
 from cachecraft_rag.store.catalog_records import RowFilter
-from cachecraft_rag.store.remote import RemoteConfig
+from cachecraft_rag.store.remote import RemoteConfig, RemoteTuning
 from cachecraft_rag.types.digests import digest
 from cachecraft_rag.types.documents import Chunk
 
@@ -39,7 +39,7 @@ TEXTS = [
 CHUNKS = [Chunk(text) for text in TEXTS]
 NAMES = [chunk.chunk_id for chunk in CHUNKS]
 MODEL = "2-" + digest("any model, by today's identity")
-PATIENT = {"lookup_timeout_s": 10.0, "connect_timeout_s": 10.0, "read_timeout_s": 10.0}
+PATIENT = RemoteTuning(lookup_timeout_s=10.0, connect_timeout_s=10.0, read_timeout_s=10.0)
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def files(folder: Path) -> list[Path]:
 
 
 def remote_of(old: Path) -> RemoteConfig:
-    return RemoteConfig(f"file://{old}/remote", **PATIENT)
+    return RemoteConfig(f"file://{old}/remote", tuning=PATIENT)
 
 
 def test_a_store_of_another_version_is_set_aside_with_one_warning(

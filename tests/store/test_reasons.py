@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from cachecraft_rag.store import ChunkCacheStore, RowFilter
+from cachecraft_rag.store.config import StoreTuning
 from cachecraft_rag.types.captures import Capture, TokenScores
 from cachecraft_rag.types.kv_layout import KVLayout
 from cachecraft_rag.types.store_reasons import CaptureDrop, EvictionReason, LoadFailure, Unavailable
@@ -66,7 +67,7 @@ def test_captures_that_are_dropped(
     events: Callable[[str], Counter[str]],
 ) -> None:
     with ChunkCacheStore.open(
-        tmp_path / "store", disk_bytes=20 * FILE, queue_bytes=30 * FILE
+        tmp_path / "store", disk_bytes=20 * FILE, tuning=StoreTuning(queue_bytes=30 * FILE)
     ) as store:
         assert dropped(store, make(tokens=2000)) == "too_large"
         assert dropped(store, make(intra=math.nan)) == "flawed"
@@ -75,7 +76,7 @@ def test_captures_that_are_dropped(
         store.count_drop("early", CaptureDrop.WRITE_BACK_FULL, "too many wait")
         stored(store, make())
     assert dropped(store, make("late")) == "closed"
-    with ChunkCacheStore.open(tmp_path / "small", queue_bytes=1) as small:
+    with ChunkCacheStore.open(tmp_path / "small", tuning=StoreTuning(queue_bytes=1)) as small:
         assert dropped(small, make()) == "queue_full"
     with ChunkCacheStore.open(tmp_path / "int8", codec="int8") as lossy:
         infinite = make(

@@ -21,7 +21,7 @@ from cachecraft_rag.serving.generation import Generation
 from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store import ChunkCacheStore, RowFilter, StoreConfig
 from cachecraft_rag.store.durable import Evicted
-from cachecraft_rag.store.remote import RemoteConfig
+from cachecraft_rag.store.remote import RemoteConfig, RemoteTuning
 from cachecraft_rag.types.documents import Chunk
 from cachecraft_rag.types.variants import Variant
 from tests.engines import until
@@ -225,8 +225,8 @@ def test_a_remote_offers_nothing_that_a_removed_chunk_has_shaped(
     opened: Open, tmp_path: Path
 ) -> None:
     (tmp_path / "shared").mkdir()
-    patient = {"lookup_timeout_s": 5.0, "connect_timeout_s": 5.0, "read_timeout_s": 5.0}
-    remote = StoreConfig(remote=RemoteConfig(f"file://{tmp_path}/shared", **patient))
+    patient = RemoteTuning(lookup_timeout_s=5.0, connect_timeout_s=5.0, read_timeout_s=5.0)
+    remote = StoreConfig(remote=RemoteConfig(f"file://{tmp_path}/shared", tuning=patient))
     sender = opened("sender", store=remote)
     ask(sender, PRICE, DESCALING)
     engine = opened("engine", store=remote)

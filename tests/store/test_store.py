@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +25,7 @@ from cachecraft_rag.store import ChunkCacheStore, RowFilter, StoreConfig
 from cachecraft_rag.store.background_writer import variant_of
 from cachecraft_rag.store.catalog import Catalog
 from cachecraft_rag.store.codecs import CODECS
+from cachecraft_rag.store.config import StoreTuning
 from cachecraft_rag.store.files.disk import DiskTier
 from cachecraft_rag.store.layout import StoredVariant, encode
 from cachecraft_rag.store.memory import MemoryTier
@@ -186,7 +188,7 @@ def test_variants_are_opened_in_order_and_what_is_missing_is_named(tmp_path: Pat
     captures = [make(f"chunk {n}") for n in range(12)]
     with ChunkCacheStore.open(tmp_path) as store:
         variants = [stored(store, capture) for capture in captures]
-    with ChunkCacheStore.open(tmp_path, host_bytes=0, readers=3) as store:
+    with ChunkCacheStore.open(tmp_path, host_bytes=0, tuning=StoreTuning(readers=3)) as store:
         absent = dataclasses.replace(variants[0], variant_id="0" * 32)
         opened = store.open_variants([*variants[6:], absent, *variants[:6]])
         for capture, one in zip(captures[6:] + captures[:6], opened[:6] + opened[7:], strict=True):
@@ -306,7 +308,9 @@ def test_replacing_is_seen_whole_by_a_reader_at_every_moment(tmp_path: Path) -> 
 
 
 def test_put_returns_at_once_whatever_the_disk_does(tmp_path: Path) -> None:
-    with ChunkCacheStore.open(tmp_path, busy_timeout_s=120) as store:  # so long nothing is given up
+    with ChunkCacheStore.open(
+        tmp_path, tuning=StoreTuning(busy_timeout_s=120)
+    ) as store:  # so long nothing is given up
         other = Catalog(tmp_path / "catalog.sqlite")
         with other.standstill():  # nothing can be committed now
             futures = [store.put(make(f"chunk {n}")) for n in range(20)]
@@ -323,7 +327,9 @@ def test_put_returns_at_once_whatever_the_disk_does(tmp_path: Path) -> None:
 def test_a_full_queue_drops_the_capture_with_a_reason(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with ChunkCacheStore.open(tmp_path, queue_bytes=2 * LAYOUT.nbytes(10)) as store:
+    with ChunkCacheStore.open(
+        tmp_path, tuning=StoreTuning(queue_bytes=2 * LAYOUT.nbytes(10))
+    ) as store:
         other = Catalog(tmp_path / "catalog.sqlite")
         with other.standstill():
             kept = [store.put(make(f"kept {n}")) for n in range(2)]
@@ -520,7 +526,7 @@ def test_uses_raise_the_frequency_by_one_over_cfo(tmp_path: Path) -> None:
 
 
 def test_uses_that_could_not_be_written_are_written_later(tmp_path: Path) -> None:
-    with ChunkCacheStore.open(tmp_path, busy_timeout_s=0.01) as store:
+    with ChunkCacheStore.open(tmp_path, tuning=StoreTuning(busy_timeout_s=0.01)) as store:
         variant = stored(store, make())
         other = Catalog(tmp_path / "catalog.sqlite")
         with other.standstill():
@@ -536,7 +542,7 @@ def test_uses_that_could_not_be_written_are_written_later(tmp_path: Path) -> Non
 def test_a_locked_catalog_drops_captures_and_raises_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with ChunkCacheStore.open(tmp_path, busy_timeout_s=0.01) as store:
+    with ChunkCacheStore.open(tmp_path, tuning=StoreTuning(busy_timeout_s=0.01)) as store:
         other = Catalog(tmp_path / "catalog.sqlite")
         with other.standstill():
             result = store.put(make()).result(10)
@@ -939,9 +945,13 @@ def test_a_locked_catalog_is_opened_but_not_changed(tmp_path: Path) -> None:
     with ChunkCacheStore.open(tmp_path):
         other = Catalog(tmp_path / "catalog.sqlite")
         with other.standstill():
-            ChunkCacheStore.open(tmp_path, busy_timeout_s=0.05).close()  # reading waits for nobody
+            ChunkCacheStore.open(
+                tmp_path, tuning=StoreTuning(busy_timeout_s=0.05)
+            ).close()  # reading waits for nobody
             with pytest.raises(StoreError, match="locked by another process"):
-                ChunkCacheStore.open(tmp_path, busy_timeout_s=0.05, disk_bytes=10**9)
+                ChunkCacheStore.open(
+                    tmp_path, tuning=StoreTuning(busy_timeout_s=0.05), disk_bytes=10**9
+                )
         other.close()
 
 
@@ -949,18 +959,20 @@ def test_a_locked_catalog_is_opened_but_not_changed(tmp_path: Path) -> None:
 
 
 def test_settings_are_checked(tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"ram: no such store setting; there are busy_timeout_s, codec, device"
-    ):
+    with pytest.raises(ConfigError, match=r"ram: no such store setting; there are codec, device"):
         ChunkCacheStore.open(tmp_path, ram=5)
     for setting, value in (
         ("disk_bytes", 0),
         ("variants_per_chunk", -1),
         ("host_bytes", -1),
-        ("readers", 0),
     ):
         with pytest.raises(ConfigError, match=setting):
             ChunkCacheStore.open(tmp_path, **{setting: value})
+    with pytest.raises(ConfigError, match="readers"):
+        StoreTuning(readers=0)
+    for made in (StoreConfig, partial(ChunkCacheStore.open, tmp_path)):
+        with pytest.raises(ConfigError, match=r"Did you mean tuning=StoreTuning\(readers=…\)?"):
+            made(readers=3)
     assert not (tmp_path / "catalog.sqlite").exists()
     with pytest.raises(dataclasses.FrozenInstanceError):
         StoreConfig().disk_bytes = 5  # type: ignore[misc]

@@ -138,7 +138,7 @@ def await_sent(server: ServerProcess, remote: str, chunk_ids: list[str]) -> None
     """Captures are stored, and sent, in the background."""
     facts = httpx.get(f"{server.url}/v1/cachecraft", timeout=60).json()
     deadline = time.monotonic() + 300
-    with RemoteTier(RemoteConfig(remote, lookup_timeout_s=30.0)) as tier:
+    with RemoteTier(RemoteConfig(remote).with_tuning(lookup_timeout_s=30.0)) as tier:
         while not all(
             tier.find(facts["namespace"], facts["fingerprint"], chunk_ids).variants.values()
         ):

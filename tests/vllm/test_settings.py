@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import fields, replace
+from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +26,7 @@ from cachecraft_rag.server.settings import EndpointSettings
 from cachecraft_rag.serving.config import Audits, NewVariants
 from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store import ChunkCacheStore, StoreConfig
+from cachecraft_rag.store.config import StoreTuning
 from cachecraft_rag.types.documents import Chunk
 from cachecraft_rag.vllm.engine import VLLMEngine
 from cachecraft_rag.vllm.plugin import register
@@ -56,26 +58,26 @@ OTHERS: dict[str, Any] = {  # a value of each setting that is not its default
     "private_system": True,
     "best_last": False,
     "new_variants": "always",
-    "decode_rows": 3,
+    "tuning.decode_rows": 3,
     "audit": "idle",
     "audit_text": True,
     "quality_target": 0.9,
     "min_ratio": 0.1,
     "max_ratio": 0.5,
-    "max_waiting": 7,
-    "preload_bytes": 10**7,
-    "wait_timeout_s": 3.0,
+    "tuning.max_waiting": 7,
+    "tuning.preload_bytes": 10**7,
+    "tuning.wait_timeout_s": 3.0,
     "disk_bytes": 10**9,
     "variants_per_chunk": 9,
     "max_variants": 99,
     "eviction": "f_r",
     "host_bytes": 10**8,
     "device_bytes": 10**8,
-    "queue_bytes": 10**8,
-    "readers": 2,
-    "read_bytes_per_s": 1e6,
+    "tuning.queue_bytes": 10**8,
+    "tuning.readers": 2,
+    "tuning.read_bytes_per_s": 1e6,
     "codec": "int8",
-    "busy_timeout_s": 2.0,
+    "tuning.busy_timeout_s": 2.0,
     "reuse.reuse": False,
     "reuse.capture": False,
     "method.scope": "prefix",
@@ -99,10 +101,10 @@ REFUSED = {
     "audit_text",
     "device",
     "new_variants",
-    "decode_rows",
-    "max_waiting",
-    "preload_bytes",
-    "wait_timeout_s",
+    "tuning.decode_rows",
+    "tuning.max_waiting",
+    "tuning.preload_bytes",
+    "tuning.wait_timeout_s",
     "device_bytes",
 }
 
@@ -184,8 +186,9 @@ def test_each_setting_acts_or_is_refused(
     elif key == "dtype":
         assert found.identity == given  # type: ignore[comparison-overlap]
     else:
-        owner = found.config.store if hasattr(StoreConfig, key) else found.config
-        assert getattr(owner, key) == given
+        of_store = hasattr(StoreConfig, key) or hasattr(StoreTuning, key.removeprefix("tuning."))
+        owner = found.config.store if of_store else found.config
+        assert attrgetter(key)(owner) == given
 
 
 def test_remotes_and_keys(started: Callable[..., ConnectorSettings | str], tmp_path: Path) -> None:
@@ -193,16 +196,16 @@ def test_remotes_and_keys(started: Callable[..., ConnectorSettings | str], tmp_p
     table: dict[str, Any] = {
         "url": "file:///elsewhere",
         "budget_bytes": 10**9,
-        "variants_per_chunk": 5,
-        "ask_below": 3,
-        "lookup_timeout_s": 3,
-        "connect_timeout_s": 2,
-        "read_timeout_s": 4,
-        "put_timeout_s": 5,
-        "close_timeout_s": 6,
-        "queue_bytes": 10**8,
-        "failures": 9,
-        "cool_down_s": 7,
+        "tuning.variants_per_chunk": 5,
+        "tuning.ask_below": 3,
+        "tuning.lookup_timeout_s": 3,
+        "tuning.connect_timeout_s": 2,
+        "tuning.read_timeout_s": 4,
+        "tuning.put_timeout_s": 5,
+        "tuning.close_timeout_s": 6,
+        "tuning.queue_bytes": 10**8,
+        "tuning.failures": 9,
+        "tuning.cool_down_s": 7,
     }
     # from the environment they are read where the remote is opened
     keys = {"remote.key", "remote.key_file"}
@@ -210,11 +213,14 @@ def test_remotes_and_keys(started: Callable[..., ConnectorSettings | str], tmp_p
         key for key in SETTINGS if key.startswith("remote.")
     }
     found = started(
-        **{f"CACHECRAFT_REMOTE_{name.upper()}": str(value) for name, value in table.items()}
+        **{
+            f"CACHECRAFT_REMOTE_{name.replace('.', '_').upper()}": str(value)
+            for name, value in table.items()
+        }
     )
     assert isinstance(found, ConnectorSettings), found
     remote: Any = found.config.store.remote
-    assert {name: getattr(remote, name) for name in table} == table
+    assert {name: attrgetter(name)(remote) for name in table} == table
     found = started("--remote", "file:///elsewhere", "--remote-key-file", "key")
     assert isinstance(found, ConnectorSettings), found
     assert found.config.store.remote.keys() == (b"the only key of all remotes",)  # type: ignore[union-attr]
@@ -294,9 +300,7 @@ def test_json_logs_cover_vllm_and_requests(
 
 def test_what_vllm_decides_is_refused_in_python() -> None:
     for option in (
-        {"decode_rows": 4},
         {"device": "cuda:1"},
-        {"max_waiting": 3},
         {"device_bytes": 0},
         {"new_variants": "always"},
         {"new_variants": NewVariants("always", share=2.0)},
@@ -304,6 +308,9 @@ def test_what_vllm_decides_is_refused_in_python() -> None:
         (name,) = option
         with pytest.raises(ConfigError, match=f"^{name} has no effect over vLLM: "):
             VLLMEngine.from_pretrained("demo", **option)  # type: ignore[arg-type]
+    for name in ("decode_rows", "max_waiting", "preload_bytes", "wait_timeout_s"):
+        with pytest.raises(ConfigError, match=rf"^tuning\.{name} has no effect over vLLM: "):
+            VLLMEngine.from_pretrained("demo", config=EngineConfig().with_tuning(**{name: 3}))
     with pytest.raises(ConfigError, match=r"^store\.device has no effect over vLLM: "):
         check_config(EngineConfig(store=StoreConfig(device="cuda:1")))
     assert check_config(EngineConfig(new_variants="off")).reuse.plain_prompts == "off"

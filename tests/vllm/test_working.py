@@ -23,6 +23,7 @@ from cachecraft_rag.planning.config import ReuseConfig, ReuseMethod
 from cachecraft_rag.serving.new_variants import EXACT
 from cachecraft_rag.serving.priming import Primer
 from cachecraft_rag.store import ChunkCacheStore, RowFilter
+from cachecraft_rag.store.config import StoreTuning
 from cachecraft_rag.store.loading.pending import PendingLoads
 from cachecraft_rag.store.row_checks import LookupResult
 from cachecraft_rag.types.documents import Chunk
@@ -295,7 +296,9 @@ def test_both_ends_meet_wherever_the_disk_is_fast_or_slow(
     """What is stored is exact here, so the blocks hold full prefill, whatever was loaded and whatever computed."""
     root = engine.store.root
     engine.store.flush()
-    with ChunkCacheStore.open(root, host_bytes=0, read_bytes_per_s=read_bytes_per_s) as slow:
+    with ChunkCacheStore.open(
+        root, host_bytes=0, tuning=StoreTuning(read_bytes_per_s=read_bytes_per_s)
+    ) as slow:
         made = Workers(stack, slow, settings, block_size=BLOCK)  # type: ignore[arg-type]
         scheduling = Scheduling(slow, settings, block_size=BLOCK, prefix_caching=True)
         ask = ask_of(engine, [2, 1, 0], method={"loading": "cake"})

@@ -103,7 +103,9 @@ class VariantFinder:
     ) -> LookupResult:
         """Return the look-up with the remote's variants; of those in both places the catalog's row is kept."""
         few = [
-            name for name, here in lookup.variants.items() if len(here) < remote.config.ask_below
+            name
+            for name, here in lookup.variants.items()
+            if len(here) < remote.config.tuning.ask_below
         ]
         there = remote.find(namespace, fingerprint, few, bounds) if few else LookupResult({})
         for chunk_id, offers in there.variants.items():

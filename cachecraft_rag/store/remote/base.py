@@ -90,7 +90,7 @@ class Backend(Protocol):
         """Return name → row of the complete entries for each place, in their order, in as few round trips as possible.
 
         Of a place with more than `LONGEST_ROWS` bytes of rows, or more than 64 rows and more than
-        `RemoteConfig.variants_per_chunk`, some or all are left out: engines never write that many.
+        `RemoteTuning.variants_per_chunk`, some or all are left out: engines never write that many.
         """
 
     async def names(self, place: str) -> list[str]:

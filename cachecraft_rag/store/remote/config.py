@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Self
 from urllib.parse import quote, unquote, urlsplit
 
-from cachecraft_rag.checks import MOST_SECONDS, check_number, check_path, check_text, check_whole
+from cachecraft_rag.checks import (
+    MOST_SECONDS,
+    check_kind,
+    check_number,
+    check_path,
+    check_text,
+    check_whole,
+    refuses_other_names,
+)
 from cachecraft_rag.errors import ConfigError
 
 REDIS_SCHEMES = frozenset({"redis", "rediss", "unix"})
@@ -81,15 +91,9 @@ def hidden(text: str, url: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class RemoteConfig:
-    """Settings of a remote.
+class RemoteTuning:
+    """How an engine uses a remote: settings to tune one, for example for a distant network.
 
-    url                 shares chunk-caches with other engines through redis://, rediss:// or unix:// (Redis, Valkey),
-                        s3://, gs://, az:// or file:// (object stores), or memory:// (within one process). Credentials
-                        are in it or in the environment, as the libraries know them
-    budget_bytes        most bytes in a folder (file://), by default 20 GiB; the least recently read chunk-caches are
-                        removed first. memory:// has no limit and ignores it. Redis is limited by its `maxmemory`, a
-                        bucket by its life-cycle rules
     variants_per_chunk  most variants of one chunk; the oldest are removed first
     ask_below           the remote is asked for chunks with fewer variants than this in the local store; with 1, an
                         engine that has a variant of every chunk never waits for the remote
@@ -102,16 +106,8 @@ class RemoteConfig:
     queue_bytes         most bytes of chunk-caches that wait to be sent; further ones are dropped
     failures            failures of one kind in a row (time-outs or errors) after which the remote is not asked
     cool_down_s         seconds until it is tried again in the background; the pause doubles after each failed try
-    key                 secret that all engines share: chunk-caches are signed with it, and unsigned ones are not used.
-                        By default the key of `key_file`, or of the environment (CACHECRAFT_REMOTE_KEY,
-                        CACHECRAFT_REMOTE_KEY_FILE); without a key, chunk-caches are not signed
-    key_file            file with one key per line, shared by all engines: the first one signs, all are accepted
-
-    The keys are checked when they are used, see `keys`.
     """
 
-    url: str = field(repr=False)
-    budget_bytes: int | None = None
     variants_per_chunk: int = 8
     ask_below: int = 1
     lookup_timeout_s: float | None = None
@@ -122,23 +118,61 @@ class RemoteConfig:
     queue_bytes: int = 256 << 20
     failures: int = 3
     cool_down_s: float = 5.0
-    key: str | None = field(default=None, repr=False)
-    key_file: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
-        """Check URL and ranges; raises ConfigError."""
-        check_text("url", self.url)
-        for setting in fields(self)[1:]:
+        """Check every field."""
+        for setting in fields(self):
             name = setting.name
-            value = getattr(self, setting.name)
-            if name in ("key", "key_file"):
-                continue
+            value = getattr(self, name)
             if name.endswith("_s"):
                 check_number(
                     name, value, above=True, most=MOST_SECONDS, optional=name == "lookup_timeout_s"
                 )
             else:
-                check_whole(name, value, least=1, optional=name == "budget_bytes")
+                check_whole(name, value, least=1)
+
+
+_IN_TUNING = MappingProxyType(
+    {setting.name: f"tuning=RemoteTuning({setting.name}=…)" for setting in fields(RemoteTuning)}
+)
+
+
+@refuses_other_names(what="setting of a remote", hints=_IN_TUNING)
+@dataclass(frozen=True, slots=True)
+class RemoteConfig:
+    """Settings of a remote.
+
+    url                 shares chunk-caches with other engines through redis://, rediss:// or unix:// (Redis, Valkey),
+                        s3://, gs://, az:// or file:// (object stores), or memory:// (within one process). Credentials
+                        are in it or in the environment, as the libraries know them
+    budget_bytes        most bytes in a folder (file://), by default 20 GiB; the least recently read chunk-caches are
+                        removed first. memory:// has no limit and ignores it. Redis is limited by its `maxmemory`, a
+                        bucket by its life-cycle rules
+    key                 secret that all engines share: chunk-caches are signed with it, and unsigned ones are not used.
+                        By default the key of `key_file`, or of the environment (CACHECRAFT_REMOTE_KEY,
+                        CACHECRAFT_REMOTE_KEY_FILE); without a key, chunk-caches are not signed
+    key_file            file with one key per line, shared by all engines: the first one signs, all are accepted
+    tuning              time limits, retries and the queue: a `RemoteTuning`
+
+    The keys are checked when they are used, see `keys`.
+    """
+
+    url: str = field(repr=False)
+    budget_bytes: int | None = None
+    key: str | None = field(default=None, repr=False)
+    key_file: str | os.PathLike[str] | None = None
+    tuning: RemoteTuning = field(default_factory=RemoteTuning)
+
+    def __post_init__(self) -> None:
+        """Check URL and ranges; raises ConfigError."""
+        check_text("url", self.url)
+        check_whole("budget_bytes", self.budget_bytes, least=1, optional=True)
+        check_kind(
+            "tuning",
+            self.tuning,
+            RemoteTuning,
+            advice="write RemoteTuning(read_timeout_s=…), or use with_tuning",
+        )
         # not shown, because it may be the secret
         if self.key is not None and not isinstance(self.key, str):
             raise ConfigError(f"key must be text, not {type(self.key).__name__}: {_MAKE_KEY}")
@@ -169,6 +203,14 @@ class RemoteConfig:
             raise ConfigError(
                 f"budget_bytes is for folders (file://) only; set {own} instead: docs/guides/remotes.md"
             )
+
+    def with_tuning(self, **changes: Any) -> Self:
+        """Return a copy with these fields of its tuning changed.
+
+        >>> RemoteConfig("memory://").with_tuning(ask_below=2).tuning.ask_below
+        2
+        """
+        return replace(self, tuning=replace(self.tuning, **changes))
 
     @property
     def scheme(self) -> str:
@@ -213,7 +255,7 @@ class RemoteConfig:
     @property
     def lookup_limit_s(self) -> float:
         """Longest wait of a look-up in seconds: `lookup_timeout_s`; without one 0.1 for Redis and 0.5 otherwise."""
-        return self.lookup_timeout_s or (0.1 if self.scheme in REDIS_SCHEMES else 0.5)
+        return self.tuning.lookup_timeout_s or (0.1 if self.scheme in REDIS_SCHEMES else 0.5)
 
 
 def keys_in(path: Path) -> list[str]:

@@ -32,7 +32,7 @@ class Connection(Closeable):
         self.config = config
         self.backend = _backend_of(config)
         self.breaker = Breaker(
-            failures=config.failures, cool_down_s=config.cool_down_s, clock=clock
+            failures=config.tuning.failures, cool_down_s=config.tuning.cool_down_s, clock=clock
         )
         self._closing = self._warned = False
         self._loop = asyncio.new_event_loop()
@@ -75,7 +75,7 @@ class Connection(Closeable):
     def in_background(self, coroutine: Coroutine[object, object, None]) -> None:
         """Run a coroutine without waiting for it; drop it unless `allows` returns True, and after `begin_close`.
 
-        It is cancelled after `RemoteConfig.put_timeout_s` seconds. An OSError, a time-out or a closed loop is only
+        It is cancelled after `RemoteTuning.put_timeout_s` seconds. An OSError, a time-out or a closed loop is only
         logged, and does not count as a failure for the breaker.
         """
         if self._closing or not self.allows():
@@ -134,7 +134,9 @@ class Connection(Closeable):
     async def _probe(self) -> None:
         """Probe the server. The first request may have to connect, so only the second one must be fast."""
         try:
-            async with asyncio.timeout(self.config.connect_timeout_s + self.config.lookup_limit_s):
+            async with asyncio.timeout(
+                self.config.tuning.connect_timeout_s + self.config.lookup_limit_s
+            ):
                 await self.backend.probe()
             async with asyncio.timeout(self.config.lookup_limit_s):
                 await self.backend.probe()
@@ -146,7 +148,7 @@ class Connection(Closeable):
 
     async def _quietly(self, coroutine: Coroutine[object, object, None]) -> None:
         try:
-            async with asyncio.timeout(self.config.put_timeout_s):
+            async with asyncio.timeout(self.config.tuning.put_timeout_s):
                 await coroutine
         except OSError as error:
             logger.info("The remote %s: %s", self.config.shown, error)

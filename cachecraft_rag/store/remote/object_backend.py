@@ -81,7 +81,7 @@ class ObjectBackend:
         return await asyncio.gather(*(self._rows(place) for place in places))
 
     async def _rows(self, place: str) -> dict[str, bytes]:
-        most = max(MOST_VARIANTS, self._config.variants_per_chunk)
+        most = max(MOST_VARIANTS, self._config.tuning.variants_per_chunk)
         listed = [
             (name, entry["row"]["size"])
             for name, entry in (await self._list(place)).items()

@@ -36,12 +36,12 @@ class Outbox:
         """Queue a parcel; return False if it is dropped, because too many bytes wait or the connection is closed.
 
         At its turn it is sent unless the breaker is open or the remote has an entry of the same variant. After it, the
-        entry `replaces` and the oldest entries of its chunk beyond `RemoteConfig.variants_per_chunk` are removed from
+        entry `replaces` and the oldest entries of its chunk beyond `RemoteTuning.variants_per_chunk` are removed from
         the remote. A transfer that fails is counted in `captures` and logged; a drop because of a closed connection is
         not counted.
         """
         with self._lock:
-            if self.queued_bytes + parcel.nbytes > self._config.queue_bytes:
+            if self.queued_bytes + parcel.nbytes > self._config.tuning.queue_bytes:
                 self.captures["too many are waiting"] += 1
                 return False
             self.queued_bytes += parcel.nbytes
@@ -64,7 +64,7 @@ class Outbox:
         try:
             async with self._turn:
                 if self._connection.allows():
-                    async with asyncio.timeout(self._config.put_timeout_s):
+                    async with asyncio.timeout(self._config.tuning.put_timeout_s):
                         outcome = await self._deliver(parcel)
                 else:
                     outcome = "the remote is left alone"
@@ -87,7 +87,7 @@ class Outbox:
         if not await backend.write(parcel):
             return "no room"
         oldest = sorted(there, key=lambda name: name.rpartition("-")[2])
-        crowd = oldest[: max(0, len(there) + 1 - self._config.variants_per_chunk)]
+        crowd = oldest[: max(0, len(there) + 1 - self._config.tuning.variants_per_chunk)]
         for name in crowd if parcel.replaces is None else (parcel.replaces, *crowd):
             await backend.remove(name)
         return "sent"

@@ -62,9 +62,9 @@ class RedisBackend:
         self._prefix = ROOT + ":"
         self._redis: Any = aioredis.Redis.from_url(
             config.url,
-            socket_connect_timeout=config.connect_timeout_s,
+            socket_connect_timeout=config.tuning.connect_timeout_s,
             # a last resort: every call is cancelled long before
-            socket_timeout=config.put_timeout_s,
+            socket_timeout=config.tuning.put_timeout_s,
             # a pooled connection breaks with its server
             retry=Retry(ExponentialBackoff(cap=0.04, base=0.01), 2),
         )
@@ -75,7 +75,7 @@ class RedisBackend:
 
         A place with too many rows has an empty dictionary; rows beyond 4 MiB of a place are left out.
         """
-        most = max(MOST_VARIANTS, self._config.variants_per_chunk)
+        most = max(MOST_VARIANTS, self._config.tuning.variants_per_chunk)
 
         async def looked_up() -> list[dict[str, bytes]]:
             answer = await self._lookup(keys=[self._prefix], args=[most, LONGEST_ROWS, *places])

@@ -186,7 +186,7 @@ class RemoteTier(Closeable):
             return Unavailable(
                 name, LoadFailure.CIRCUIT_OPEN, "the remote is left alone after repeated failures"
             )
-        timeout_s = self.config.read_timeout_s
+        timeout_s = self.config.tuning.read_timeout_s
         signer = self._signer
         try:
             return RemoteStream(
@@ -194,7 +194,7 @@ class RemoteTier(Closeable):
                 facts.nbytes,
                 submit=self._connection.submit,
                 timeout_s=timeout_s,
-                first_timeout_s=timeout_s + self.config.connect_timeout_s,
+                first_timeout_s=timeout_s + self.config.tuning.connect_timeout_s,
                 ended=partial(self._ended, variant),
                 confirms=partial(signer.confirms, facts.seal) if signer is not None else None,
             )
@@ -265,7 +265,7 @@ class RemoteTier(Closeable):
         return self._outbox.flush(timeout_s)
 
     def close(self) -> None:
-        """Send queued captures for at most `config.close_timeout_s` seconds, then cancel all transfers.
+        """Send queued captures for at most `config.tuning.close_timeout_s` seconds, then cancel all transfers.
 
         It does not wait for captures while the remote is not asked after repeated failures. Ending the connection takes
         up to two seconds more. Captures that were not sent are lost; open streams end with OSError. Afterwards `find`
@@ -280,7 +280,7 @@ class RemoteTier(Closeable):
         atexit.unregister(self.close)
         self._connection.begin_close()
         self._outbox.flush(
-            self.config.close_timeout_s if self._connection.breaker.allows() else 0.0
+            self.config.tuning.close_timeout_s if self._connection.breaker.allows() else 0.0
         )
         self._connection.close()
 

@@ -163,7 +163,7 @@ class ServerEngine(AnswerEngine):
         return self._backend.audits.results.chosen_ratio(asked)
 
     def predicted_answer(self, request: Request) -> PredictedAnswer | None:
-        """Same as `IdleAudits.recorder`; `RequestRecord.request_predictions` may still give the audit up."""
+        """Same as `AuditWork.recorder`; `RequestRecord.request_predictions` may still give the audit up."""
         return self._backend.audits.recorder(request)
 
     def audit_of(self, request_id: str) -> Audit | None:
@@ -176,7 +176,7 @@ class ServerEngine(AnswerEngine):
         self.request_counts.add(stats)
         log_request(stats, error=record.error)
         self._backend.note_fixed(record.request, record.report)
-        self._backend.audits.answered(record.request, record.progress, record.predicted)
+        self._backend.audits.ended(record.request, record.progress, record.predicted)
 
     def transfer(self, ask: Ask) -> dict[str, object]:
         """Same as `VLLMBackend.transfer`."""

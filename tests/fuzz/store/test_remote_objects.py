@@ -22,18 +22,15 @@ from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.store.codecs import CODECS
 from cachecraft_rag.store.layout import Header, encode
-from cachecraft_rag.store.remote import RemoteConfig
+from cachecraft_rag.store.remote import RemoteConfig, RemoteTuning
 from cachecraft_rag.store.remote.rows import framed
 from cachecraft_rag.types.kv_layout import KVLayout
 from cachecraft_rag.types.variants import Variant, VariantKey
 
 KEY = "a key that only its engines know"
-PATIENT = {
-    "lookup_timeout_s": 30.0,
-    "connect_timeout_s": 30.0,
-    "read_timeout_s": 30.0,
-    "failures": 10**9,
-}
+PATIENT = RemoteTuning(
+    lookup_timeout_s=30.0, connect_timeout_s=30.0, read_timeout_s=30.0, failures=10**9
+)
 ODD = (
     0,
     -1,
@@ -444,7 +441,7 @@ def test_no_object_on_a_remote_breaks_or_misleads_an_engine(
     key: str | None, fuzz: Any, fuzz_decoder: Decoder, tmp_path: Path
 ) -> None:
     (tmp_path / "shared").mkdir()
-    config = RemoteConfig(f"file://{tmp_path}/shared", key=key, **PATIENT)  # type: ignore[arg-type]
+    config = RemoteConfig(f"file://{tmp_path}/shared", key=key, tuning=PATIENT)
     with (
         ChunkCacheStore.open(tmp_path / "honest", remote=config) as store,
         Engine(fuzz_decoder, store) as engine,

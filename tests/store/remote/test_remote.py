@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.store.layout import Encoded, StoredVariant, encode
-from cachecraft_rag.store.remote import RemoteConfig, RemoteStream, RemoteTier
+from cachecraft_rag.store.remote import RemoteConfig, RemoteStream, RemoteTier, RemoteTuning
 from cachecraft_rag.store.remote.base import PIECE_BYTES
 from cachecraft_rag.store.remote.breaker import LONGEST_PAUSE, Breaker
 from cachecraft_rag.store.remote.rows import Row, decode_row, place_of
@@ -127,14 +127,15 @@ def make_tier() -> Iterator[MakeTier]:
     """Makes tiers that are closed in the end; generous with time, so that a busy machine is no failure."""
     made: list[RemoteTier] = []
 
-    def make(url: str, **changes: Any) -> RemoteTier:
+    def make(url: str, *, budget_bytes: int | None = None, **changes: Any) -> RemoteTier:
         patient = {
             "lookup_timeout_s": 5.0,
             "connect_timeout_s": 5.0,
             "read_timeout_s": 5.0,
             "close_timeout_s": 1.0,
         }
-        made.append(RemoteTier(RemoteConfig(url, **(patient | changes))))
+        config = RemoteConfig(url, budget_bytes=budget_bytes)
+        made.append(RemoteTier(config.with_tuning(**(patient | changes))))
         return made[-1]
 
     yield make
@@ -883,13 +884,26 @@ def test_passwords_are_never_shown(
         ({"key": b"0123456789abcdef"}, "key must be text, not bytes"),
         ({"key": 5}, "key must be text, not int"),
         ({"key_file": 5}, "key_file must be a path"),
-        ({"read_timeout_s": -1.0}, "read_timeout_s is -1.0; it must be a number, above 0"),
-        ({"cool_down_s": float("nan")}, "cool_down_s is nan; it must be a number"),
+        ({"tuning": {"read_timeout_s": 1}}, "write RemoteTuning\\(read_timeout_s=…\\)"),
+        ({"read_timeout_s": 1.0}, "Did you mean tuning=RemoteTuning\\(read_timeout_s=…\\)?"),
     ],
 )
 def test_a_wrong_setting_is_named(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         RemoteConfig(**({"url": "redis://host:6379/0"} | change))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"read_timeout_s": -1.0}, "read_timeout_s is -1.0; it must be a number, above 0"),
+        ({"cool_down_s": float("nan")}, "cool_down_s is nan; it must be a number"),
+        ({"failures": 0}, "failures is 0; it must be a whole number, at least 1"),
+    ],
+)
+def test_a_wrong_setting_of_the_tuning_is_named(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        RemoteTuning(**change)
 
 
 def test_without_the_library_it_says_what_to_type() -> None:

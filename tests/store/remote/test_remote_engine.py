@@ -25,7 +25,7 @@ from cachecraft_rag.store.codecs import CODECS
 from cachecraft_rag.store.layout import StoredVariant
 from cachecraft_rag.store.loading.pending import Extent, PendingLoads
 from cachecraft_rag.store.loading.rate import Meter
-from cachecraft_rag.store.remote import RemoteConfig
+from cachecraft_rag.store.remote import RemoteConfig, RemoteTuning
 from cachecraft_rag.types.captures import Capture, TokenScores
 from cachecraft_rag.types.documents import Chunk
 from cachecraft_rag.types.kv_layout import KVLayout
@@ -38,13 +38,10 @@ CHUNKS = [KETTLE, TOASTER]
 QUESTION = "How do I descale the kettle?"
 SHORT = SamplingParams(max_new_tokens=12)
 # a busy machine is no failure
-PATIENT = {"lookup_timeout_s": 5.0, "connect_timeout_s": 5.0, "read_timeout_s": 5.0}
-QUICK = {
-    "lookup_timeout_s": 0.5,
-    "connect_timeout_s": 0.5,
-    "read_timeout_s": 0.5,
-    "cool_down_s": 600.0,
-}
+PATIENT = RemoteTuning(lookup_timeout_s=5.0, connect_timeout_s=5.0, read_timeout_s=5.0)
+QUICK = RemoteTuning(
+    lookup_timeout_s=0.5, connect_timeout_s=0.5, read_timeout_s=0.5, cool_down_s=600.0
+)
 LAYERWISE = ReuseConfig(method=ReuseMethod(alpha=0.3, loading="layerwise"))
 MakeEngine = Callable[..., Engine]
 
@@ -66,11 +63,11 @@ def make_engine(decoder: Decoder, tmp_path: Path) -> Iterator[MakeEngine]:
     def make(
         url: str | None,
         *,
-        config: dict[str, Any] = PATIENT,
+        tuning: RemoteTuning = PATIENT,
         loading: Loading = "layerwise",
         **settings: Any,
     ) -> Engine:
-        remote = RemoteConfig(url, **config) if url else None
+        remote = RemoteConfig(url, tuning=tuning) if url else None
         store = ChunkCacheStore.open(tmp_path / f"store {len(made)}", remote=remote, **settings)
         made.append(
             (
@@ -176,7 +173,7 @@ SECOND_PROCESS = """if True:
     chunks, short = [Chunk(text) for text in texts], SamplingParams(max_new_tokens=12)
     decoder = Decoder.load(model, dtype="float32", device="cpu")
     for place, url in enumerate(urls):
-        remote = RemoteConfig(url, lookup_timeout_s=5.0, connect_timeout_s=5.0, read_timeout_s=5.0)
+        remote = RemoteConfig(url).with_tuning(lookup_timeout_s=5.0, connect_timeout_s=5.0, read_timeout_s=5.0)
         with (
             ChunkCacheStore.open(f"{folder}/{place}", remote=remote) as store,
             Engine(decoder, store, config=ReuseConfig().with_method(alpha=0.3, loading="layerwise")) as engine,
@@ -200,7 +197,7 @@ def test_a_second_process_is_served_the_caches_of_the_first(
     for place, url in enumerate(urls):
         with (
             ChunkCacheStore.open(
-                tmp_path / f"first {place}", remote=RemoteConfig(url, **PATIENT)
+                tmp_path / f"first {place}", remote=RemoteConfig(url, tuning=PATIENT)
             ) as store,
             Engine(same, store, config=LAYERWISE) as engine,
         ):
@@ -282,7 +279,7 @@ def test_no_fault_of_the_remote_is_waited_for_beyond_its_time_outs(
     text = primed(make_engine, f"redis://127.0.0.1:{server.port}/0")
     proxy = make_proxy(server.port)
     engine = make_engine(
-        f"redis://127.0.0.1:{proxy.port}/0", config=QUICK, loading=loading, host_bytes=0
+        f"redis://127.0.0.1:{proxy.port}/0", tuning=QUICK, loading=loading, host_bytes=0
     )
     assert engine.store.lookup("default", "nothing", ["warm"]) == {"warm": []}
     find = engine.store.find
@@ -323,7 +320,7 @@ def test_an_s3_server_that_dies_in_the_middle_is_a_miss(
 ) -> None:
     url = s3_bucket(own_s3_server)
     text = primed(make_engine, url)
-    engine = make_engine(url, config=QUICK)
+    engine = make_engine(url, tuning=QUICK)
     find = engine.store.find
 
     def find_then_break(*args: Any, **how: Any) -> Any:
@@ -385,8 +382,9 @@ def capture(
     )
 
 
-def open_store(folder: Path, url: str, **settings: Any) -> ChunkCacheStore:
-    return ChunkCacheStore.open(folder, remote=RemoteConfig(url, **(PATIENT | settings)))
+def open_store(folder: Path, url: str, **changes: Any) -> ChunkCacheStore:
+    remote = RemoteConfig(url, tuning=PATIENT).with_tuning(**changes)
+    return ChunkCacheStore.open(folder, remote=remote)
 
 
 def put(store: ChunkCacheStore, *captures: Capture) -> None:
@@ -398,7 +396,7 @@ def put(store: ChunkCacheStore, *captures: Capture) -> None:
 @pytest.mark.parametrize("codec", CODECS)
 def test_every_codec_travels(codec: str, tmp_path: Path) -> None:
     (tmp_path / "shared").mkdir()
-    url, one = RemoteConfig(f"file://{tmp_path}/shared", **PATIENT), capture()
+    url, one = RemoteConfig(f"file://{tmp_path}/shared", tuning=PATIENT), capture()
     with ChunkCacheStore.open(tmp_path / "a", remote=url, codec=codec, host_bytes=0) as first:
         put(first, one)
         own = first.load(first.lookup("ns", "model", ["chunk"])["chunk"][0])
@@ -420,7 +418,7 @@ def test_the_local_copy_of_what_memory_has_no_room_for_is_sound(tmp_path: Path) 
     url, layers = f"file://{tmp_path}/shared", LAYOUT.layers
     with open_store(tmp_path / "a", url) as first:
         put(first, capture())
-    remote = RemoteConfig(url, **PATIENT)
+    remote = RemoteConfig(url, tuning=PATIENT)
     with ChunkCacheStore.open(tmp_path / "b", remote=remote, host_bytes=0) as second:
         (stored,) = second.open_variants(second.lookup("ns", "model", ["chunk"])["chunk"])
         assert isinstance(stored, StoredVariant)

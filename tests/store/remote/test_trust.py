@@ -29,7 +29,7 @@ from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store import ChunkCacheStore, StoreConfig
 from cachecraft_rag.store.codecs import CODECS
 from cachecraft_rag.store.layout import Header, encode, longest_header, longest_payload
-from cachecraft_rag.store.remote import RemoteConfig, RemoteTier
+from cachecraft_rag.store.remote import RemoteConfig, RemoteTier, RemoteTuning
 from cachecraft_rag.store.remote.config import hidden, shown_url
 from cachecraft_rag.store.remote.rows import decode_row, framed, unframed
 from cachecraft_rag.store.remote.signing import SLICE_BYTES, Signer
@@ -42,7 +42,7 @@ CHUNKS = [
     Chunk("Empty the kettle before you descale it. " * 2),
     Chunk("The crumb tray is on the left. " * 2),
 ]
-PATIENT = {"lookup_timeout_s": 30.0, "connect_timeout_s": 30.0, "read_timeout_s": 30.0}
+PATIENT = RemoteTuning(lookup_timeout_s=30.0, connect_timeout_s=30.0, read_timeout_s=30.0)
 KEY, OTHER_KEY = "the key of all our engines", "the key of somebody else"
 Change = Callable[[dict[str, Any]], object]
 
@@ -57,7 +57,7 @@ class Shared:
         self.engines: list[Engine] = []
 
     def engine(self, **settings: Any) -> Engine:
-        remote = RemoteConfig(self.url, **(PATIENT | settings))
+        remote = RemoteConfig(self.url, **({"tuning": PATIENT} | settings))
         store = ChunkCacheStore.open(
             self.folder / f"store {len(self.engines)}", remote=remote, host_bytes=0
         )
@@ -285,7 +285,7 @@ def raw_header(honest: Header, wrong: Header) -> bytes:
 def test_a_key_of_another_kind_spoils_no_look_up_of_others(make_redis: Any) -> None:
     layout = KVLayout(layers=3, kv_heads=2, head_dim=8, dtype="bfloat16")
     url = f"redis://127.0.0.1:{make_redis().port}/0"
-    with RemoteTier(RemoteConfig(url, **PATIENT)) as tier, redis.Redis.from_url(url) as server:
+    with RemoteTier(RemoteConfig(url, tuning=PATIENT)) as tier, redis.Redis.from_url(url) as server:
         for number in range(3):
             key = VariantKey("ns", "model", f"chunk {number}", ("system",))
             numbers = (
@@ -591,15 +591,12 @@ def test_no_secret_of_a_url_is_shown_anywhere(
     capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, url: str
 ) -> None:
     caplog.set_level(logging.DEBUG)
-    quick = {
-        "lookup_timeout_s": 0.05,
-        "connect_timeout_s": 0.05,
-        "close_timeout_s": 0.05,
-        "failures": 1,
-    }
+    quick = RemoteTuning(
+        lookup_timeout_s=0.05, connect_timeout_s=0.05, close_timeout_s=0.05, failures=1
+    )
     shown_text = shown_url(url)
     try:
-        config = RemoteConfig(url, **quick)  # type: ignore[arg-type]
+        config = RemoteConfig(url, tuning=quick)
         shown_text += repr(config) + config.shown + repr(StoreConfig(remote=config))
         # those would be made, or looked for, far away
         if not url.startswith(("file", "s3", "gs", "az")):

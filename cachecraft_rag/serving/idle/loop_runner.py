@@ -1,0 +1,49 @@
+"""Computing work in idle time by the engine in this process: as tasks of its step loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic
+
+from cachecraft_rag.compute.driver import Work
+from cachecraft_rag.errors import CacheCraftError
+from cachecraft_rag.serving.idle.work import IdleWork, Piece, Result
+from cachecraft_rag.serving.loop.step_loop import StepLoop
+from cachecraft_rag.serving.loop.task import LoopTask, Priority
+
+# Errors of the disk, the device (torch raises RuntimeError) or memory; others are mistakes of ours.
+_EXPECTED_ERRORS = (CacheCraftError, OSError, RuntimeError, MemoryError)
+
+
+@dataclass(eq=False)
+class LoopRunner(Generic[Piece, Result]):
+    """Computes pieces as tasks of the step loop, one at a time; to be used in the loop's thread.
+
+    steps  makes the steps that compute a piece
+    """
+
+    loop: StepLoop
+    steps: Callable[[Piece], Work[Result]]
+    priority: Priority = Priority.IDLE
+    expected_errors: tuple[type[Exception], ...] = _EXPECTED_ERRORS
+    _task: LoopTask | None = None
+
+    def wake(self, work: IdleWork[Piece, Result]) -> None:
+        """Begin with the next piece, unless one is under way."""
+        piece = work.next() if self._task is None else None
+        if piece is None:
+            return
+
+        def ended(result: Result | None, error: BaseException | None) -> None:
+            self._task = None
+            work.finish(piece, result, error)
+
+        self._task = LoopTask(lambda _: self.steps(piece), ended, self.priority)
+        self.loop.start(self._task)
+
+    def give_up(self, piece: Piece) -> None:
+        """End the piece under way before its next step."""
+        if self._task is not None:
+            self._task.closed = True
+            self.loop.wake()
