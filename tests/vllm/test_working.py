@@ -499,7 +499,7 @@ def test_captures_are_stored_before_the_answer_where_that_is_asked(
         made.close()
 
 
-@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize("vllm_is_free", [False, True])
 def test_descriptions_rest_while_requests_are_computed_until_one_waits_for_them(
     decoder: Decoder,
     tmp_path: Path,
@@ -507,7 +507,7 @@ def test_descriptions_rest_while_requests_are_computed_until_one_waits_for_them(
     settings: ConnectorSettings,
     monkeypatch: pytest.MonkeyPatch,
     *,
-    alone: bool,
+    vllm_is_free: bool,
 ) -> None:
     """Also if vLLM computes nothing in that step: the request's own first token is next."""
     monkeypatch.setattr(working, "_RESTS", 1e9)
@@ -518,7 +518,7 @@ def test_descriptions_rest_while_requests_are_computed_until_one_waits_for_them(
         made = Workers(stack, store, settings, block_size=BLOCK)  # type: ignore[arg-type]
         scheduling = Scheduling(store, settings, block_size=BLOCK, prefix_caching=True)
         ask = replace(ask_of(engine, [0, 2, 1], capture=True), captures=None)
-        run(made, [fill_of(scheduling, ask)], alone=alone, idle=False)
+        run(made, [fill_of(scheduling, ask)], vllm_is_free=vllm_is_free, idle=False)
         result = made.take_result()
         assert result is not None
         scheduling.take_result(result)
