@@ -502,13 +502,17 @@ def test_captures_are_stored_before_the_answer_where_that_is_asked(
         made.close()
 
 
+@pytest.mark.parametrize("vllm_is_free", [False, True])
 def test_descriptions_rest_while_requests_are_computed_until_one_waits_for_them(
     decoder: Decoder,
     tmp_path: Path,
     stack: BlockStack,
     settings: ConnectorSettings,
     monkeypatch: pytest.MonkeyPatch,
+    *,
+    vllm_is_free: bool,
 ) -> None:
+    """Also if vLLM computes nothing in that step: the request's own first token is next."""
     monkeypatch.setattr(working, "_RESTS", 1e9)
     with (
         ChunkCacheStore.open(tmp_path / "empty") as store,
@@ -517,7 +521,7 @@ def test_descriptions_rest_while_requests_are_computed_until_one_waits_for_them(
         made = Workers(stack, store, settings, block_size=BLOCK)  # type: ignore[arg-type]
         scheduling = Scheduling(store, settings, block_size=BLOCK, prefix_caching=True)
         ask = replace(ask_of(engine, [0, 2, 1], capture=True), captures=None)
-        run(made, [fill_of(scheduling, ask)], idle=False)
+        run(made, [fill_of(scheduling, ask)], vllm_is_free=vllm_is_free, idle=False)
         result = made.take_result()
         assert result is not None
         scheduling.take_result(result)
