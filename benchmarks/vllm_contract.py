@@ -332,8 +332,18 @@ USES: tuple[Use, ...] = (
     ),
     Use(
         "vllm.lora.model_manager",
-        text=("self.model.lora_manager = self", "self._last_mapping: LoRAMapping | None = None"),
+        "LoRAModelManager.get_adapter",
+        parameters=("self", "adapter_id"),
     ),
+    Use(
+        "vllm.lora.model_manager",
+        text=(
+            "self.model.lora_manager = self",
+            "self._last_mapping: LoRAMapping | None = None",
+            "self.lora_index_to_id: list[int | None] = ",
+        ),
+    ),
+    Use("vllm.lora.request", "LoRARequest", attributes=("lora_int_id", "lora_path")),
     Use(
         "vllm.lora.layers.utils",
         "LoRAMapping",

@@ -549,7 +549,10 @@ def test_what_is_refused_is_refused_by_name(engine: Engine, scheduling: Scheduli
         ({"prompt_token_ids": None}, "sealed"),
         ({"kv_transfer_params": {FIELD: {"segments": []}}}, "sealed"),
         ({"mm_features": [1]}, "images"),
-        ({"lora_request": 1}, "LoRA"),
+        (
+            {"lora_request": SimpleNamespace(lora_int_id=1, lora_path="/nowhere")},
+            "/nowhere holds no adapter_config.json",
+        ),
         ({"prompt_embeds": 1}, "embeddings"),
         ({"sampling_params": None}, "no text"),
         ({"sampling_params": SimpleNamespace(prompt_logprobs=1)}, "log-probabilities"),

@@ -50,6 +50,7 @@ class CaptureContext:
     extra_variants  segments that are captured once more, see `types.captures.Capture`
     removed         chunks that must not be stored any more
     reused          variant that was reused for each segment, or None; () if no capture is inexact
+    fingerprint     fingerprint of the model that computed them; None: that of the queue
     """
 
     segments: Sequence[Segment]
@@ -60,6 +61,7 @@ class CaptureContext:
     extra_variants: Collection[int] = ()
     removed: RemovedChunks = field(default_factory=RemovedChunks)
     reused: Sequence[Variant | None] = ()
+    fingerprint: str | None = None
 
 
 class WriteBackQueue:
@@ -272,7 +274,8 @@ class WriteBackQueue:
     def _key(self, capture: RecordedChunk, context: CaptureContext) -> VariantKey:
         chunk_id = context.segments[capture.segment].segment_id
         prefix = tuple(segment.segment_id for segment in context.segments[: capture.segment])
-        return VariantKey(self._namespace, self._fingerprint, chunk_id, prefix)
+        fingerprint = context.fingerprint or self._fingerprint
+        return VariantKey(self._namespace, fingerprint, chunk_id, prefix)
 
 
 def _describe_layer(describer: AttentionAccumulator, layer: int, keys: Tensor) -> None:

@@ -149,6 +149,7 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
                 block_size=block_size,
                 memory=memory,
                 whole_model=stack.vllm_forward(),
+                adapters=self._adapters,
             )
 
     @property
