@@ -110,6 +110,7 @@ USES: tuple[Use, ...] = (
             # A pass is the forward of each attention; without slots, vLLM's blocks are not written.
             "self.impl.forward(",
             "output=output,",
+            "query, _ = self.query_quant(query, self._q_scale)",
             "layer_slot_mapping = slot_mapping.get(layer_name)",
             "if layer_slot_mapping is not None:",
         ),

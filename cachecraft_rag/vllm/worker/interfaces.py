@@ -95,6 +95,7 @@ class Attention(Protocol):
     head_size: int
     impl: Any
     kv_cache: Tensor
+    _q_scale: Tensor  # of queries in FP8, one number
     forward: Callable[..., Tensor]
 
 
