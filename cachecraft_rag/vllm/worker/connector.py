@@ -36,7 +36,7 @@ from cachecraft_rag.vllm.metrics import StoreCounts, counts_of
 from cachecraft_rag.vllm.options import VLLMConfig
 from cachecraft_rag.vllm.processes import settle_in
 from cachecraft_rag.vllm.settings import ConnectorSettings
-from cachecraft_rag.vllm.worker.adapters import Adapters
+from cachecraft_rag.vllm.worker.adapters.active import Adapters
 from cachecraft_rag.vllm.worker.fill_memory import fill_memory
 from cachecraft_rag.vllm.worker.interfaces import (
     CausalLM,

@@ -24,7 +24,7 @@ from cachecraft_rag.types.captures import TokenScores
 from cachecraft_rag.vllm.messages import FIELD, Adapter, Ask, Fill, FillReport, StepResult
 from cachecraft_rag.vllm.records import cached_report, reused_tokens
 from cachecraft_rag.vllm.settings import ConnectorSettings
-from cachecraft_rag.vllm.worker.adapter_files import AdapterFiles
+from cachecraft_rag.vllm.worker.adapters.files import AdapterFiles
 from cachecraft_rag.vllm.worker.block_hashes import divide_blocks
 from cachecraft_rag.vllm.worker.corrections import StatsCorrections
 from cachecraft_rag.vllm.worker.fill_memory import UNLIMITED, FillBudget, FillMemory, FillSize
@@ -123,6 +123,8 @@ class Scheduling:
         # digests of filled prompts, the latest last
         self._filled: OrderedDict[int, None] = OrderedDict()
         self._capturing: frozenset[str] = frozenset()
+        # segment -> adapters under which it is being captured, or will be once its request is filled
+        self._capturers: dict[str, set[Adapter | None]] = {}
         self._captures_awaited = False  # a request has waited for captures since the last step
         self._reports: dict[str, FillReport] = {}  # `Ask.name` → report to be sent to the front end
         self._row_s: float | None = None  # seconds per computed row of the last fill
@@ -245,6 +247,8 @@ class Scheduling:
                 known.adapter,
             )
         )
+        for variant in () if known.filled else _captures(known.ask, known.lacks or ()):
+            self._capturers.setdefault(variant.segment_id, set()).add(known.adapter)
         known.filling = known.filled = True
         known.began = time.monotonic()
         self._filled[known.digest] = None
@@ -298,6 +302,7 @@ class Scheduling:
         if result.capturing is not None:
             self._capturing = result.capturing
             self._budget.stored(result.capturing)
+            self._forget_capturers()
         for name, report in result.reports.items():
             known = self._known.get(name)
             if known is None:
@@ -435,7 +440,12 @@ class Scheduling:
             and not pending.ask.idle
             and pending.adapter == known.adapter
         ]
-        captured = [variant for variant in known.lacks if variant.segment_id in self._capturing]
+        captured = [
+            variant
+            for variant in known.lacks
+            if variant.segment_id in self._capturing
+            and known.adapter in self._capturers.get(variant.segment_id, (known.adapter,))
+        ]
         if any(known.salt and known.salt == other.salt for other in others):
             expected = known.lacks
         else:
@@ -461,6 +471,20 @@ class Scheduling:
             known.lacks = None
             return True
         return False
+
+    def _forget_capturers(self) -> None:
+        """Forget segments that are neither being captured nor will be by a request that is being filled."""
+        expected = {
+            variant.segment_id
+            for pending in self._known.values()
+            if pending.filling and pending.ask is not None
+            for variant in _captures(pending.ask, pending.lacks or ())
+        }
+        self._capturers = {
+            segment: adapters
+            for segment, adapters in self._capturers.items()
+            if segment in expected or segment in self._capturing
+        }
 
     def _size(self, ask: Ask, computed: Iterable[FutureVariant]) -> FillSize:
         """Return the size of a filling that computes these chunk-caches."""

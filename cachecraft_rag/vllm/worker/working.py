@@ -40,7 +40,7 @@ from cachecraft_rag.vllm.worker.stack import WorkerStack
 from cachecraft_rag.vllm.worker.whole_model import check_whole_model
 
 if TYPE_CHECKING:
-    from cachecraft_rag.vllm.worker.adapters import Adapters
+    from cachecraft_rag.vllm.worker.adapters.active import Adapters
 
 logger = logging.getLogger("cachecraft_rag.vllm")
 
