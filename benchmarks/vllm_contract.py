@@ -110,6 +110,7 @@ USES: tuple[Use, ...] = (
             # A pass is the forward of each attention; without slots, vLLM's blocks are not written.
             "self.impl.forward(",
             "output=output,",
+            "query, _ = self.query_quant(query, self._q_scale)",
             "layer_slot_mapping = slot_mapping.get(layer_name)",
             "if layer_slot_mapping is not None:",
         ),
@@ -351,8 +352,18 @@ USES: tuple[Use, ...] = (
     ),
     Use(
         "vllm.lora.model_manager",
-        text=("self.model.lora_manager = self", "self._last_mapping: LoRAMapping | None = None"),
+        "LoRAModelManager.get_adapter",
+        parameters=("self", "adapter_id"),
     ),
+    Use(
+        "vllm.lora.model_manager",
+        text=(
+            "self.model.lora_manager = self",
+            "self._last_mapping: LoRAMapping | None = None",
+            "self.lora_index_to_id: list[int | None] = ",
+        ),
+    ),
+    Use("vllm.lora.request", "LoRARequest", attributes=("lora_int_id", "lora_path")),
     Use(
         "vllm.lora.layers.utils",
         "LoRAMapping",

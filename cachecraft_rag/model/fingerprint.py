@@ -73,6 +73,25 @@ def checkpoint_fingerprint(folder: Path, *, dtype: str) -> str | None:
     )
 
 
+def adapter_fingerprint(model: str, folder: Path) -> str | None:
+    """Return the fingerprint of a model, itself given as one, with the LoRA adapter in `folder`.
+
+    It is equal for equal weights and an equal adapter_config.json, which has the rank and the scale. Digests are kept
+    as in `checkpoint_fingerprint`. None without that file or weights; ValueError and OSError as there.
+    """
+    config = folder / "adapter_config.json"
+    files = sorted([*folder.glob("adapter_model*.safetensors"), *folder.glob("adapter_model*.bin")])
+    if not files or not config.is_file():
+        return None
+    tensors: dict[str, str] = {}
+    for file in files:
+        tensors |= _digests(file)
+    settings = json.loads(config.read_text(encoding="utf-8"))
+    parts = [json.dumps(part, sort_keys=True) for part in (tensors, settings)]
+    version, _, base = model.partition("-")
+    return f"{version}-{digest('adapter', base, *parts)}"
+
+
 def checkpoint_config(folder: Path) -> dict[str, object]:
     """Return a checkpoint's config.json, without settings that differ between saves and change no number."""
     text = (folder / "config.json").read_text(encoding="utf-8")

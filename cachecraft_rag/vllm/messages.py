@@ -260,6 +260,18 @@ def _prompt(segments: Sequence[_SegmentEntry], token_ids: TokenIds) -> Prompt:
 
 
 @dataclass(frozen=True)
+class Adapter:
+    """A LoRA adapter that a request uses.
+
+    number       its id in this server of vLLM
+    fingerprint  fingerprint of the model with the adapter
+    """
+
+    number: int
+    fingerprint: str
+
+
+@dataclass(frozen=True)
 class Fill:
     """The blocks of one request that are to be filled.
 
@@ -267,6 +279,7 @@ class Fill:
     start, stop    positions `start:stop` are to be filled; earlier ones come from vLLM's own prefix cache
     blocks         blocks of the whole prompt
     again          True if it was filled before and then preempted: its segments are not captured twice
+    adapter        LoRA adapter under which it is computed and captured; None: the base model
     """
 
     request_id: str
@@ -277,6 +290,7 @@ class Fill:
     stop: int
     blocks: tuple[int, ...]
     again: bool = False
+    adapter: Adapter | None = None
 
 
 @dataclass(frozen=True)

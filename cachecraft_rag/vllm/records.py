@@ -25,7 +25,6 @@ from cachecraft_rag.types.prompts import Prompt
 from cachecraft_rag.vllm.calls import EngineClient, RequestOutput
 from cachecraft_rag.vllm.idle.audits import KEPT, PredictedAnswer
 from cachecraft_rag.vllm.messages import FIELD, FillReport
-from cachecraft_rag.vllm.refusals import USES_ADAPTER
 
 
 class RequestParams(Protocol):
@@ -325,7 +324,7 @@ class RecordingClient:
         """
         self._record.begun = True
         if options.get("lora_request") is not None:
-            self._record.leave(USES_ADAPTER)
+            self._record.predicted = None  # audits compute with the base model
         self._record.request_predictions(params)
         self._record.request = replace(self._record.request, request_id=request_id)
         if is_tracing():

@@ -28,8 +28,6 @@ _STANDARD_KV = ("auto", "float16", "bfloat16", "float32", "half", "float")
 _NORMED_AFTER_ROTATION = (
     "its queries and keys are normalised after their rotation, so its keys cannot be moved"
 )
-# Reason why vLLM computes a request without chunk-caches.
-USES_ADAPTER = "it uses a LoRA adapter, and chunk-caches hold the base model's keys and values"
 # Architectures that vLLM runs with layers whose keys cannot be moved, and the reason.
 _REFUSED_LAYERS = {
     "GPTBigCodeForCausalLM": "learned positions are added to its tokens, so its keys cannot be moved",

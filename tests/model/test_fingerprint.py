@@ -18,7 +18,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from cachecraft_rag.model import fingerprint
 from cachecraft_rag.model.decoder import Decoder
-from cachecraft_rag.model.fingerprint import checkpoint_fingerprint, snapshot_folder
+from cachecraft_rag.model.fingerprint import (
+    adapter_fingerprint,
+    checkpoint_fingerprint,
+    snapshot_folder,
+)
 from cachecraft_rag.types.versions import IDENTITY_VERSION, LAYOUT_VERSION
 
 WEIGHTS = "model.safetensors"
@@ -261,3 +265,27 @@ def test_the_folder_of_a_hub_model_is_found_by_any_file_of_it(
     (folder / "modules.json").write_text("[]")  # its transformer's config.json is in a folder below
     assert snapshot_folder("acme/embedder") is None
     assert snapshot_folder("acme/embedder", file="modules.json") == folder
+
+
+def save_adapter(place: Path, *, value: float = 1.0, alpha: int = 8) -> Path:
+    place.mkdir(exist_ok=True)
+    weights = {"q_proj.lora_A.weight": torch.full((2, 4), value)}
+    save_file(weights, place / "adapter_model.safetensors")
+    (place / "adapter_config.json").write_text(json.dumps({"r": 2, "lora_alpha": alpha}))
+    return place
+
+
+def test_an_adapter_s_weights_and_its_scale_are_part_of_it_and_its_place_is_not(
+    tmp_path: Path,
+) -> None:
+    first = adapter_fingerprint("2-model", save_adapter(tmp_path / "first"))
+    assert first is not None
+    assert first.startswith("2-")
+    assert adapter_fingerprint("2-model", save_adapter(tmp_path / "same")) == first
+    others = [
+        adapter_fingerprint("2-other", tmp_path / "first"),
+        adapter_fingerprint("2-model", save_adapter(tmp_path / "value", value=2.0)),
+        adapter_fingerprint("2-model", save_adapter(tmp_path / "alpha", alpha=16)),
+    ]
+    assert len({"2-model", first, *others}) == 5
+    assert adapter_fingerprint("2-model", tmp_path / "missing") is None

@@ -38,7 +38,7 @@ def save_adapter(model: Path, folder: Path, *, seed: int) -> Path:
             up = torch.randn(sizes[target], RANK, generator=generator)
             weights[f"{name}.lora_A.weight"] = down * 0.1
             weights[f"{name}.lora_B.weight"] = up * 0.1
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     save_file(weights, folder / "adapter_model.safetensors")
     described = {
         "peft_type": "LORA",

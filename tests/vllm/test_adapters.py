@@ -1,4 +1,4 @@
-"""LoRA adapters: their requests are left to vLLM and share nothing; the base model's are served from chunk-caches."""
+"""LoRA adapters: each shares chunk-caches with nothing but itself, and several are served at once."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ pytest.importorskip("vllm")
 from vllm.lora.request import LoRARequest
 
 from benchmarks.vllm_families import random_prompt
+from cachecraft_rag.types.prompts import Prompt
 from cachecraft_rag.vllm.messages import Ask
 from tests.vllm.adapters import RANK, save_adapter
 from tests.vllm.conftest import Served, Server
@@ -23,46 +24,62 @@ from tests.vllm.test_families import assert_passes_the_self_check
 pytestmark = pytest.mark.slow
 
 ALL_RECOMPUTED = replace(BASE, recompute_ratio=1.0)
-CAPTURE = replace(BASE, reuse=False, capture=True)
+CAPTURING = replace(ALL_RECOMPUTED, capture=True)
+ROWS = 256
+LONG = random_prompt(1, 2, 3, 4, 5, 10)  # more tokens than `ROWS`
 
 
 @pytest.fixture(scope="module")
-def adapters(
+def save(
     model_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
-) -> list[Any]:
-    folder = tmp_path_factory.mktemp("adapters")
-    return [
-        LoRARequest(
-            f"adapter {number}",
-            number,
-            str(save_adapter(model_folder("Llama"), folder / str(number), seed=number)),
-        )
-        for number in (1, 2)
-    ]
+) -> Callable[..., Any]:
+    """`save(3)`: adapter 3 on disk; with `seed` its weights are others."""
+    root = tmp_path_factory.mktemp("adapters")
+
+    def saved(number: int, *, seed: int | None = None) -> Any:
+        folder = root / str(number)
+        save_adapter(model_folder("Llama"), folder, seed=number if seed is None else seed)
+        return LoRARequest(f"adapter {number}", number, str(folder))
+
+    return saved
 
 
 @pytest.fixture(scope="module")
 def server(
     model_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
-    """Has chunks 1 to 4 stored for the base model. A pass over five segments has more rows than a step of vLLM's.
+    """Has the chunks of `LONG` stored for the base model.
 
-    The third place for an adapter stays empty: beside rows with adapters, vLLM's CPU build gives rows of the base model
-    the adapter in the last place.
+    One place for an adapter stays empty: beside rows with adapters, vLLM's CPU build gives rows of the base model the
+    adapter in the last place.
     """
     made = Server(
         model_folder("Llama"),
         tmp_path_factory.mktemp("served") / "caches",
         enable_lora=True,
-        max_loras=3,
+        max_loras=4,
         max_lora_rank=max(8, RANK),
         max_model_len=1024,
-        max_num_batched_tokens=128,
+        max_num_batched_tokens=ROWS,
         enable_prefix_caching=True,
     )
-    made.ask([Ask(random_prompt(1, 2, 3, 4), CAPTURE, when_stored=True)], tokens=1)
+    made.ask([Ask(LONG, replace(BASE, reuse=False, capture=True), when_stored=True)], tokens=1)
     yield made
     made.close()
+
+
+@pytest.fixture(scope="module")
+def adapters(server: Server, save: Callable[..., Any]) -> list[Any]:
+    """Two adapters that vLLM has loaded."""
+    saved = [save(1), save(2)]
+    server.ask([random_prompt(5).token_ids] * 2, adapters=saved)
+    return saved
+
+
+def ask_of(prompt: Prompt, *, salt: str, capture: bool = False) -> Ask:
+    """Return a request; vLLM's prefix cache has nothing of it but what has the same salt."""
+    config = CAPTURING if capture else ALL_RECOMPUTED
+    return Ask(prompt, config, client_salt=salt, captures=None if capture else ())
 
 
 def assert_same(found: Served, own: Served) -> None:
@@ -75,26 +92,35 @@ def outcomes(served: Served) -> list[str]:
 
 
 def test_reuse_is_exact_while_adapters_are_loaded(server: Server, adapters: list[Any]) -> None:
-    server.ask([random_prompt(5).token_ids] * 2, adapters=adapters)
+    assert adapters
     assert_passes_the_self_check(server, dtype="float32")
 
 
-def test_requests_with_an_adapter_are_left_to_vllm_and_capture_nothing(
+def test_what_is_captured_under_an_adapter_serves_that_adapter_alone(
     server: Server, adapters: list[Any]
 ) -> None:
-    prompt = random_prompt(6, 7)
-    plain = [server.ask([prompt.token_ids], adapters=[one])[0] for one in (None, *adapters)]
-    assert len({tuple(one.tokens) for one in plain}) == 3, "each adapter changes the answer"
-    ask = Ask(prompt, replace(ALL_RECOMPUTED, capture=True))
-    for adapter, own in zip(adapters, plain[1:], strict=True):
-        for _ in range(2):
-            (found,) = server.ask([ask], adapters=[adapter])
-            assert "it uses a LoRA adapter" in found.report["refused"]
-            assert_same(found, own)
-    (base,) = server.ask([ask])
-    assert set(outcomes(base)) <= {"computed", "exact"}  # the instruction is stored
-    assert outcomes(base)[1:] == ["computed"] * 2
-    assert_same(base, plain[0])
+    prompt, moved = random_prompt(6, 7), random_prompt(7, 6)
+    users = [None, *adapters]
+    own = [server.ask([prompt.token_ids], adapters=[user])[0] for user in users]
+    own_moved = [server.ask([moved.token_ids], adapters=[user])[0] for user in users]
+    assert len({tuple(one.tokens) for one in own}) == 3, "each adapter changes the answer"
+    for user, wanted in zip(users, own, strict=True):
+        captured = replace(ask_of(prompt, salt="first", capture=True), when_stored=True)
+        (found,) = server.ask([captured], adapters=[user])
+        # the base model has the instruction from another prompt
+        assert outcomes(found) == ["computed" if user else "exact", "computed", "computed"]
+        assert_same(found, wanted)
+    for user, wanted, wanted_moved in zip(users, own, own_moved, strict=True):
+        (found,) = server.ask([ask_of(prompt, salt="second")], adapters=[user])
+        assert outcomes(found) == ["exact"] * 3
+        assert_same(found, wanted)
+        (found,) = server.ask([ask_of(moved, salt="second")], adapters=[user])
+        assert "reused" in outcomes(found)
+        assert_same(found, wanted_moved)
+    asks = [ask_of(moved, salt="together") for _ in users]
+    for found, wanted in zip(server.ask(asks, adapters=users), own_moved, strict=True):
+        assert "reused" in outcomes(found)
+        assert_same(found, wanted)
 
 
 def test_passes_add_no_adapter_of_the_requests_in_the_same_step(
@@ -109,8 +135,8 @@ def test_passes_add_no_adapter_of_the_requests_in_the_same_step(
         for ids, adapter in zip(others, adapters, strict=True)
     ]
     using = [adapters[0], None, None, adapters[1]]
-    for salt in ("first", "second"):  # vLLM's prefix cache has the prompts otherwise
-        asks = [Ask(prompt, ALL_RECOMPUTED, captures=(), client_salt=salt) for prompt in prompts]
+    for salt in ("one", "two"):
+        asks = [ask_of(prompt, salt=salt) for prompt in prompts]
         mixed: list[Any] = [others[0], *asks, others[1]]
         found = server.ask(mixed, adapters=using, tokens=48)
         for served, wanted in zip(found[1:3], own, strict=True):
@@ -119,3 +145,25 @@ def test_passes_add_no_adapter_of_the_requests_in_the_same_step(
             assert served.logprobs[:16] == pytest.approx(wanted.logprobs, abs=LOGPROBS_APART)
         for served, wanted in zip((found[0], found[3]), own_others, strict=True):
             assert_same(served, wanted)
+
+
+def test_a_request_whose_adapter_cannot_be_used_is_left_to_vllm_and_says_why(
+    server: Server, adapters: list[Any], save: Callable[..., Any]
+) -> None:
+    prompt = random_prompt(1, 2)
+
+    def left(user: Any, asked: Prompt = prompt) -> str:
+        (found,) = server.ask([ask_of(asked, salt="left", capture=True)], adapters=[user])
+        (own,) = server.ask([asked.token_ids], adapters=[user])
+        assert_same(found, own)
+        return str(found.report["refused"])
+
+    third = save(3)
+    assert "not loaded yet" in left(third)
+    (found,) = server.ask([ask_of(prompt, salt="loaded", capture=True)], adapters=[third])
+    assert outcomes(found) == ["computed"] * 3
+    assert f"passes with an adapter take {ROWS} (--max-num-batched-tokens)" in left(third, LONG)
+    save(3, seed=30)
+    assert "have changed since it was loaded" in left(third)
+    missing = LoRARequest("missing", 3, str(Path(third.lora_path) / "elsewhere"))
+    assert "holds no adapter_config.json" in left(missing)

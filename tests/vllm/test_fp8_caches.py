@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,10 @@ pytest.importorskip("vllm")
 from benchmarks.vllm_families import random_prompt
 from cachecraft_rag.vllm.messages import Ask
 from cachecraft_rag.vllm.options import FP8_CACHES
+from cachecraft_rag.vllm.worker.models import model_of
+from cachecraft_rag.vllm.worker.ranks import ranks_of_worker
+from cachecraft_rag.vllm.worker.stack import WorkerStack
+from cachecraft_rag.vllm.worker.whole_model import check_whole_model
 from tests.vllm.conftest import Served, Server
 from tests.vllm.test_equality import BASE
 from tests.vllm.test_families import assert_passes_the_self_check
@@ -58,6 +63,33 @@ def error(found: Served, wanted: Served) -> float:
     """Return the mean difference of the log-probabilities of the eight likeliest first tokens."""
     likeliest = sorted(wanted.likeliest.items(), key=lambda item: -item[1])[:8]
     return sum(abs(found.likeliest[token] - logprob) for token, logprob in likeliest) / 8
+
+
+def test_passes_take_queries_that_vllm_has_rounded_to_fp8(
+    model_folder: Callable[[str], Path],
+    make_server: Callable[..., Server],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As some of its CUDA backends ask for; those of the CPU build do not."""
+    options = OPTIONS | {"dtype": "bfloat16", "kv_cache_dtype": "fp8"}
+    server = make_server(model_folder("Llama"), tmp_path / "caches", **options)
+    model = model_of(server.llm.llm_engine.vllm_config)
+    assert model is not None
+    stack = WorkerStack(model, ranks_of_worker())
+    rounded: list[torch.dtype] = []
+
+    def quantised(query: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, None]:
+        rounded.append(query.dtype)
+        return (query / scale).to(torch.float8_e4m3fn), None
+
+    for layer in model.model.layers:
+        attention: Any = layer.self_attn.attn  # type: ignore[attr-defined]
+        attention._q_scale.fill_(0.5)
+        monkeypatch.setattr(attention.impl, "supports_quant_query_input", True)
+        monkeypatch.setattr(attention, "query_quant", quantised)
+    assert check_whole_model(stack, stack.vllm_forward()) == ""
+    assert rounded
 
 
 @pytest.mark.parametrize("cache_dtype", ["fp8", "fp8_e5m2"])

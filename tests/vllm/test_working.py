@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from cachecraft_rag.engine.engine import Engine
@@ -565,7 +566,10 @@ def test_what_is_refused_is_refused_by_name(engine: Engine, scheduling: Scheduli
         ({"prompt_token_ids": None}, "sealed"),
         ({"kv_transfer_params": {FIELD: {"segments": []}}}, "sealed"),
         ({"mm_features": [1]}, "images"),
-        ({"lora_request": 1}, "LoRA"),
+        (
+            {"lora_request": SimpleNamespace(lora_int_id=1, lora_path="/nowhere")},
+            "/nowhere holds no adapter_config.json",
+        ),
         ({"prompt_embeds": 1}, "embeddings"),
         ({"sampling_params": None}, "no text"),
         ({"sampling_params": SimpleNamespace(prompt_logprobs=1)}, "log-probabilities"),
@@ -694,6 +698,32 @@ def test_requests_wait_their_turn_and_for_captures(engine: Engine, scheduling: S
     scheduling.take_result(StepResult({}, frozenset()))
     assert scheduling.matched(fourth, 0) is None  # it looks up anew
     assert scheduling.matched(fourth, 0)
+
+
+def test_a_request_waits_for_no_captures_of_another_adapter(
+    engine: Engine, scheduling: Scheduling, tmp_path: Path
+) -> None:
+    adapters = []
+    for number in (1, 2):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        save_file({"lora_A.weight": torch.full((1,), number)}, folder / "adapter_model.safetensors")
+        (folder / "adapter_config.json").write_text("{}")
+        adapters.append(SimpleNamespace(lora_int_id=number, lora_path=str(folder)))
+    unknown = engine.prompts.build("When was it built?", [Chunk("The lock of Arden leaks, too. ")])
+    ask = Ask(unknown, CONFIG.changed_by({"capture": True}))
+    first = request_of(ask, "first", lora_request=adapters[0])
+    scheduling.allocated(first, blocks_of(ask), scheduling.matched(first, 0) or 0)
+    (fill,) = scheduling.take_fills()
+    assert fill.adapter is not None
+    segments = {segment.segment_id for segment in unknown.segments[:-1]}
+    for is_filled in (False, True):
+        if is_filled:
+            scheduling.take_result(StepResult({}, frozenset(segments)))
+            scheduling.ended({"first"})
+        for name, adapter in (("same", adapters[0]), ("other", adapters[1]), ("base", None)):
+            request = request_of(ask, f"{name} {is_filled}", lora_request=adapter)
+            assert (scheduling.matched(request, 0) is None) == (name == "same"), name
 
 
 @pytest.mark.parametrize("clients", [2, 4, 8])

@@ -51,6 +51,7 @@ class CaptureContext:
     removed         chunks that must not be stored any more
     reused          variant that was reused for each segment, or None; () if no capture is inexact
     namespace       tenant of the captures; "": that of the queue
+    fingerprint     fingerprint of the model that computed them; None: that of the queue
     """
 
     segments: Sequence[Segment]
@@ -62,6 +63,7 @@ class CaptureContext:
     removed: RemovedChunks = field(default_factory=RemovedChunks)
     reused: Sequence[Variant | None] = ()
     namespace: str = ""
+    fingerprint: str | None = None
 
 
 class WriteBackQueue:
@@ -274,7 +276,9 @@ class WriteBackQueue:
     def _key(self, capture: RecordedChunk, context: CaptureContext) -> VariantKey:
         chunk_id = context.segments[capture.segment].segment_id
         prefix = tuple(segment.segment_id for segment in context.segments[: capture.segment])
-        return VariantKey(context.namespace or self._namespace, self._fingerprint, chunk_id, prefix)
+        namespace = context.namespace or self._namespace
+        fingerprint = context.fingerprint or self._fingerprint
+        return VariantKey(namespace, fingerprint, chunk_id, prefix)
 
 
 def _describe_layer(describer: AttentionAccumulator, layer: int, keys: Tensor) -> None:

@@ -36,7 +36,7 @@ from cachecraft_rag.vllm.metrics import NoFurtherMetrics, StoreCounts, counts_of
 from cachecraft_rag.vllm.options import VLLMConfig
 from cachecraft_rag.vllm.processes import settle_in
 from cachecraft_rag.vllm.settings import ConnectorSettings
-from cachecraft_rag.vllm.worker.adapters import Adapters
+from cachecraft_rag.vllm.worker.adapters.active import Adapters
 from cachecraft_rag.vllm.worker.fill_memory import fill_memory
 from cachecraft_rag.vllm.worker.interfaces import (
     CausalLM,
@@ -149,6 +149,7 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
                 block_size=block_size,
                 memory=memory,
                 whole_model=stack.vllm_forward(),
+                adapters=self._adapters,
             )
 
     @property

@@ -151,8 +151,8 @@ class Filling:
     def report(self) -> FillReport:
         """Return the report of the request for its statistics; call it after `end`.
 
-        "fixed" is missing if the request does not capture, runs in idle time or has found segments, and "recomputed" is
-        missing unless the request asks for details.
+        "fixed" is missing if the request does not capture, runs in idle time, has found segments or uses an adapter,
+        and "recomputed" is missing unless the request asks for details.
         """
         assert self.result is not None, "it is not done"
         segments = [
@@ -168,7 +168,9 @@ class Filling:
         }
         ask = self.fill.ask
         has_found_segments = any(segment.found for segment in ask.prompt.segments)
-        if ask.config.capture and not ask.idle and not has_found_segments:
+        # new variants are computed with the base model
+        is_candidate = not ask.idle and self.fill.adapter is None
+        if ask.config.capture and is_candidate and not has_found_segments:
             candidate = Candidate.of(ask.prompt, self.plan, ask.config, session=ask.session)
             fixed = {} if candidate is None else candidate.fixed
             report["fixed"] = [[segment, tokens] for segment, tokens in fixed.items()]

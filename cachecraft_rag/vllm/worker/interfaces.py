@@ -40,6 +40,13 @@ class HashedRequest(Protocol):
         """Append the hashes of whole blocks that have none."""
 
 
+class LoRARequest(Protocol):
+    """`vllm.lora.request.LoRARequest`, the LoRA adapter of a request."""
+
+    lora_int_id: int
+    lora_path: str
+
+
 class EngineRequest(HashedRequest, Protocol):
     """`vllm.v1.request.Request`, a request in vLLM's scheduler."""
 
@@ -49,7 +56,7 @@ class EngineRequest(HashedRequest, Protocol):
     sampling_params: RequestSampling | None
     prompt_embeds: object
     mm_features: Sequence[object]
-    lora_request: object
+    lora_request: LoRARequest | None
     prefill_stats: PrefillStats | None
     skip_reading_prefix_cache: bool | None
 
@@ -88,6 +95,7 @@ class Attention(Protocol):
     head_size: int
     impl: Any
     kv_cache: Tensor
+    _q_scale: Tensor  # of queries in FP8, one number
     forward: Callable[..., Tensor]
 
 
@@ -125,6 +133,10 @@ class LoRAManager(Protocol):
     """`vllm.lora.model_manager.LoRAModelManager`, the `lora_manager` of a model whose layers take adapters."""
 
     _last_mapping: LoRAMapping | None
+    lora_index_to_id: Sequence[int | None]  # adapters by their place on the device
+
+    def get_adapter(self, adapter_id: int) -> object | None:
+        """Return the weights of a loaded adapter."""
 
     def set_adapter_mapping(self, mapping: LoRAMapping) -> None:
         """Set the adapters of the rows of the next forward."""

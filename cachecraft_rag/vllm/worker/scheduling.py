@@ -21,9 +21,10 @@ from cachecraft_rag.serving.new_variants import exact_only
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.store.row_checks import LookupResult, RowBounds
 from cachecraft_rag.types.captures import TokenScores
-from cachecraft_rag.vllm.messages import FIELD, Ask, Fill, FillReport, StepResult
+from cachecraft_rag.vllm.messages import FIELD, Adapter, Ask, Fill, FillReport, StepResult
 from cachecraft_rag.vllm.records import cached_report, reused_tokens
 from cachecraft_rag.vllm.settings import ConnectorSettings
+from cachecraft_rag.vllm.worker.adapters.files import AdapterFiles
 from cachecraft_rag.vllm.worker.block_hashes import divide_blocks
 from cachecraft_rag.vllm.worker.corrections import StatsCorrections
 from cachecraft_rag.vllm.worker.fill_memory import UNLIMITED, FillBudget, FillMemory, FillSize
@@ -47,6 +48,7 @@ class Pending:
 
     salt      salt of its blocks with chunks in vLLM's prefix cache; "" if prefix caching is off
     digest    hash of that salt, which it has in any case, and its tokens
+    adapter   LoRA adapter that it uses
     refused   reason why vLLM computes it without chunk-caches
     looked    look-up of its chunk-caches, finished or running
     lacks     chunk-caches that the look-up did not find
@@ -66,6 +68,7 @@ class Pending:
     ask: Ask | None
     salt: str = ""
     digest: int = 0
+    adapter: Adapter | None = None
     refused: str = ""
     looked: Future[Looked] | None = None
     lacks: list[FutureVariant] | None = None
@@ -109,6 +112,7 @@ class Scheduling:
         self._threads = (
             ThreadPoolExecutor(4, "cachecraft-look-up") if store.config.remote is not None else None
         )
+        self._adapters = AdapterFiles(settings.identity.fingerprint)
         self.corrections = StatsCorrections()  # to vLLM's own statistics
         self._known: dict[str, Pending] = {}
         # Running requests, including those that vLLM computes itself, but not those that capture new variants.
@@ -119,6 +123,8 @@ class Scheduling:
         # digests of filled prompts, the latest last
         self._filled: OrderedDict[int, None] = OrderedDict()
         self._capturing: frozenset[str] = frozenset()
+        # segment -> adapters under which it is being captured, or will be once its request is filled
+        self._capturers: dict[str, set[Adapter | None]] = {}
         self._captures_awaited = False  # a request has waited for captures since the last step
         self._reports: dict[str, FillReport] = {}  # `Ask.name` → report to be sent to the front end
         self._row_s: float | None = None  # seconds per computed row of the last fill
@@ -169,7 +175,7 @@ class Scheduling:
             if known.ask.waits or time.monotonic() < known.patience:
                 return None
             known.overdue = True
-        known.looked = known.looked or self._look_up(known.ask)
+        known.looked = known.looked or self._look_up(known.ask, known.adapter)
         if not known.looked.done():
             return None
         lookup, _ = known.looked.result()
@@ -238,8 +244,11 @@ class Scheduling:
                 last,
                 blocks,
                 known.filled,
+                known.adapter,
             )
         )
+        for variant in () if known.filled else _captures(known.ask, known.lacks or ()):
+            self._capturers.setdefault(variant.segment_id, set()).add(known.adapter)
         known.filling = known.filled = True
         known.began = time.monotonic()
         self._filled[known.digest] = None
@@ -293,6 +302,7 @@ class Scheduling:
         if result.capturing is not None:
             self._capturing = result.capturing
             self._budget.stored(result.capturing)
+            self._forget_capturers()
         for name, report in result.reports.items():
             known = self._known.get(name)
             if known is None:
@@ -384,12 +394,20 @@ class Scheduling:
             return self._refused(request, reason)
         if len(ask.prompt.segments[-1].token_ids) < 2:
             return self._refused(request, "its question is a single token")
-        salt = ask.cache_salt(self._settings.namespace)
+        adapter = None
+        owner = self._settings.namespace
+        if request.lora_request is not None:
+            try:
+                adapter = self._adapters.of(request.lora_request)
+            except (OSError, ValueError) as error:
+                return self._refused(request, f"the files of its LoRA adapter: {error}")
+            owner = f"{owner} {adapter.fingerprint}"
+        salt = ask.cache_salt(owner)
         identity = hash((salt, *(segment.tokens_digest for segment in ask.prompt.segments)))
         if not self._prefix_caching:
-            return Pending(ask, digest=identity)
+            return Pending(ask, digest=identity, adapter=adapter)
         divide_blocks(request, salt, shared=ask.instruction_tokens, block_size=self._block_size)
-        return Pending(ask, salt, identity)
+        return Pending(ask, salt, identity, adapter)
 
     def _refused(self, request: EngineRequest, reason: str) -> Pending:
         logger.info("Request %s is computed as any other: %s", request.request_id, reason)
@@ -417,9 +435,17 @@ class Scheduling:
         others = [
             pending
             for pending in self._known.values()
-            if pending.filling and pending.ask is not None and not pending.ask.idle
+            if pending.filling
+            and pending.ask is not None
+            and not pending.ask.idle
+            and pending.adapter == known.adapter
         ]
-        captured = [variant for variant in known.lacks if variant.segment_id in self._capturing]
+        captured = [
+            variant
+            for variant in known.lacks
+            if variant.segment_id in self._capturing
+            and known.adapter in self._capturers.get(variant.segment_id, (known.adapter,))
+        ]
         if any(known.salt and known.salt == other.salt for other in others):
             expected = known.lacks
         else:
@@ -446,6 +472,20 @@ class Scheduling:
             return True
         return False
 
+    def _forget_capturers(self) -> None:
+        """Forget segments that are neither being captured nor will be by a request that is being filled."""
+        expected = {
+            variant.segment_id
+            for pending in self._known.values()
+            if pending.filling and pending.ask is not None
+            for variant in _captures(pending.ask, pending.lacks or ())
+        }
+        self._capturers = {
+            segment: adapters
+            for segment, adapters in self._capturers.items()
+            if segment in expected or segment in self._capturing
+        }
+
     def _size(self, ask: Ask, computed: Iterable[FutureVariant]) -> FillSize:
         """Return the size of a filling that computes these chunk-caches."""
         lengths = {segment.segment_id: len(segment.token_ids) for segment in ask.prompt.segments}
@@ -454,14 +494,14 @@ class Scheduling:
         }
         return FillSize(ask.prompt.bounds[-1], captured)
 
-    def _look_up(self, ask: Ask) -> Future[Looked]:
+    def _look_up(self, ask: Ask, adapter: Adapter | None) -> Future[Looked]:
         if self._threads is not None:
-            return self._threads.submit(self._find, ask)
+            return self._threads.submit(self._find, ask, adapter)
         done: Future[Looked] = Future()
-        done.set_result(self._find(ask))
+        done.set_result(self._find(ask, adapter))
         return done
 
-    def _find(self, ask: Ask) -> Looked:
+    def _find(self, ask: Ask, adapter: Adapter | None) -> Looked:
         if not ask.config.reuse:
             return LookupResult({}), {}
         segments = [segment for segment in ask.prompt.segments if segment.kind != "question"]
@@ -471,7 +511,7 @@ class Scheduling:
         }
         lookup = self._store.find(
             ask.namespace or self._settings.namespace,
-            self._identity.fingerprint,
+            self._identity.fingerprint if adapter is None else adapter.fingerprint,
             list(tokens),
             session=ask.session,
             bounds=RowBounds(self._identity.layout, self._identity.context_length, tokens),

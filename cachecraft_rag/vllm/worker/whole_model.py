@@ -144,7 +144,7 @@ def _attention_of_pass(
 
     def forward(
         index: int,
-        _attention: Attention,
+        attention: Attention,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -155,6 +155,8 @@ def _attention_of_pass(
     ) -> Tensor:
         if output_scale is not None:
             raise UnsupportedModelError("its attention writes quantised output")
+        if query.dtype != key.dtype:  # vLLM has rounded it to FP8 for its own kernel
+            query = query.to(key.dtype) * attention._q_scale.to(key.dtype)
         attend(index, query, key, value, output)
         return output
 

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -30,13 +31,16 @@ from cachecraft_rag.kernels.gpu.streams import sent
 from cachecraft_rag.planning.planner import exact_shares
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.store.loading.loader import Loader
-from cachecraft_rag.vllm.messages import Fill, FillReport, StepResult
+from cachecraft_rag.vllm.messages import Adapter, Fill, FillReport, StepResult
 from cachecraft_rag.vllm.settings import ConnectorSettings
 from cachecraft_rag.vllm.worker.fill_memory import UNLIMITED, FillMemory
 from cachecraft_rag.vllm.worker.filling import Filling
 from cachecraft_rag.vllm.worker.ranks import AnotherRankFailedError, RanksApartError, TensorParallel
 from cachecraft_rag.vllm.worker.stack import WorkerStack
 from cachecraft_rag.vllm.worker.whole_model import check_raw_keys, check_whole_model
+
+if TYPE_CHECKING:
+    from cachecraft_rag.vllm.worker.adapters.active import Adapters
 
 logger = logging.getLogger("cachecraft_rag.vllm")
 
@@ -89,6 +93,7 @@ class Workers:
         block_size: tokens per vLLM block.
         memory: memory of fillings on a GPU.
         whole_model: the model's own forward; before the first filling it is checked, and used if it is right.
+        adapters: LoRA adapters that passes use; None: no request uses one.
     """
 
     def __init__(
@@ -100,7 +105,9 @@ class Workers:
         block_size: int,
         memory: FillMemory = UNLIMITED,
         whole_model: WholeModel | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
+        self._adapters = adapters
         self._stack = stack
         self._store = store
         self._memory = memory
@@ -191,7 +198,8 @@ class Workers:
             self._drop(name)
         if new:
             self._check_whole_model()
-        self._round([([fill], partial(self._begin, fill)) for fill in new.values()])
+        begun = [fill for fill in new.values() if not self._leaves_adapter(fill)]
+        self._round([([fill], partial(self._begin, fill)) for fill in begun])
         for name in [
             name for name, ids in self._storing.items() if not self._write_back.pending(ids)
         ]:
@@ -392,6 +400,16 @@ class Workers:
         except Exception:
             logger.exception("Giving up request %s failed", filling.fill.request_id)
 
+    def _leaves_adapter(self, fill: Fill) -> bool:
+        """Leave a request to vLLM if its adapter cannot be used, on all ranks alike; return True if it was left."""
+        if fill.adapter is None:
+            return False
+        assert self._adapters is not None, "vLLM has refused it without LoRA"
+        reason = self._adapters.refusal(fill.adapter, fill.ask.prompt.bounds[-1])
+        if reason:
+            self._leave(fill, reason)
+        return bool(reason)
+
     def _begin(self, fill: Fill) -> None:
         self._fillings[fill.request_id] = Filling(
             fill,
@@ -434,10 +452,14 @@ class Workers:
             joint_s = expected_s + (row_pass.at_once.expected_s if row_pass.at_once else 0.0)
             # several ranks must form the same groups, so they ignore the clock
             is_too_long = self._ranks.size == 1 and joint_s > self._longest_call_s
+            adapter = filling.fill.adapter
             if first is None:
                 first = row_pass
             elif (
-                not row_pass.runs_with(first) or joint_rows > self._most_rows(first) or is_too_long
+                not row_pass.runs_with(first)
+                or adapter != group[0].fill.adapter
+                or joint_rows > self._most_rows(first, adapter)
+                or is_too_long
             ):
                 continue
             group.append(filling)
@@ -445,10 +467,12 @@ class Workers:
             expected_s = joint_s
         return group
 
-    def _most_rows(self, row_pass: RowPass) -> float:
+    def _most_rows(self, row_pass: RowPass, adapter: Adapter | None) -> float:
         """Return the most rows that may run together in a forward like that of this pass."""
         longest = self._memory.longest()
         limits = [math.inf if longest is None else longest]
+        if adapter is not None and self._adapters is not None:
+            limits.append(self._adapters.most_rows)
         if row_pass.at_once is not None and self._stack.whole_model is not None:
             limits.append(self._stack.whole_model.most_rows)
         return min(limits)
@@ -462,6 +486,10 @@ class Workers:
 
         def run() -> None:
             with self._turn():
+                if self._adapters is not None:
+                    self._adapters.use(
+                        group[0].fill.adapter, sum(len(row_pass.positions) for row_pass in passes)
+                    )
                 advance(self._stack, passes)
 
         # if the forward pass fails, any of them may be the cause
@@ -518,6 +546,7 @@ class Workers:
         if not recorder.captures:
             return frozenset()
         ask = filling.fill.ask
+        adapter = filling.fill.adapter
         segments = ask.prompt.segments
         shares = exact_shares(filling.plan, [len(segment.token_ids) for segment in segments])
         extra_variants = {
@@ -534,6 +563,7 @@ class Workers:
             extra_variants=extra_variants,
             reused=[planned.variant for planned in filling.plan.segments],
             namespace=ask.namespace,
+            fingerprint=None if adapter is None else adapter.fingerprint,
         )
         self._write_back.submit(recorder, keys, context)
         return frozenset(segments[capture.segment].segment_id for capture in recorder.captures)
