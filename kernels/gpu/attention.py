@@ -419,9 +419,10 @@ def attend(
     lse = torch.empty(splits, rows, heads, dtype=torch.float32, device=q.device)
     kind = q.dtype if splits == 1 else torch.float32
     parts = None
-    if v is not None:
-        given = None if out is None or splits > 1 else out[None]
-        parts = q.new_empty(splits, rows, heads, head_dim, dtype=kind) if given is None else given
+    if out is not None and splits == 1:
+        parts = out[None]
+    elif v is not None:
+        parts = q.new_empty(splits, rows, heads, head_dim, dtype=kind)
     mass = (
         None
         if bounds is None

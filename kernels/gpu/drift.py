@@ -18,7 +18,9 @@ from cachecraft_rag.kernels.gpu.launch import ceil_div, device_of
 from cachecraft_rag.kernels.gpu.rope import halves, turned, turned_back
 
 _ROWS = 32  # token-head pairs of one program
-_CHANGED_ROWS = 64  # rows that a program of the mean change reads at a time
+_CHANGED_ROWS = (
+    32  # rows that a program of the mean change reads at a time; with more, registers are spilled
+)
 
 
 def owners(
