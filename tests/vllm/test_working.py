@@ -700,16 +700,32 @@ def test_requests_wait_their_turn_and_for_captures(engine: Engine, scheduling: S
     assert scheduling.matched(fourth, 0)
 
 
-def test_a_request_waits_for_no_captures_of_another_adapter(
-    engine: Engine, scheduling: Scheduling, tmp_path: Path
-) -> None:
+def save_adapters(root: Path) -> list[Any]:
+    """Save two LoRA adapters; return what requests say about them."""
     adapters = []
     for number in (1, 2):
-        folder = tmp_path / str(number)
+        folder = root / str(number)
         folder.mkdir()
         save_file({"lora_A.weight": torch.full((1,), number)}, folder / "adapter_model.safetensors")
         (folder / "adapter_config.json").write_text("{}")
         adapters.append(SimpleNamespace(lora_int_id=number, lora_path=str(folder)))
+    return adapters
+
+
+@pytest.mark.parametrize("tenant", ["", "a tenant"])
+def test_blocks_with_chunks_serve_one_adapter_alone(
+    tenant: str, engine: Engine, scheduling: Scheduling, tmp_path: Path
+) -> None:
+    ask = replace(ask_of(engine, [0, 2, 1]), namespace=tenant)
+    users = [None, *save_adapters(tmp_path)]
+    hashes = [arrive(scheduling, ask, lora_request=user).block_hashes[-1] for user in users]
+    assert len(set(hashes)) == 3
+
+
+def test_a_request_waits_for_no_captures_of_another_adapter(
+    engine: Engine, scheduling: Scheduling, tmp_path: Path
+) -> None:
+    adapters = save_adapters(tmp_path)
     unknown = engine.prompts.build("When was it built?", [Chunk("The lock of Arden leaks, too. ")])
     ask = Ask(unknown, CONFIG.changed_by({"capture": True}))
     first = request_of(ask, "first", lora_request=adapters[0])

@@ -21,6 +21,7 @@ from cachecraft_rag.serving.new_variants import exact_only
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.store.row_checks import LookupResult, RowBounds
 from cachecraft_rag.types.captures import TokenScores
+from cachecraft_rag.types.digests import digest
 from cachecraft_rag.vllm.messages import FIELD, Adapter, Ask, Fill, FillReport, StepResult
 from cachecraft_rag.vllm.records import cached_report, reused_tokens
 from cachecraft_rag.vllm.settings import ConnectorSettings
@@ -395,14 +396,13 @@ class Scheduling:
         if len(ask.prompt.segments[-1].token_ids) < 2:
             return self._refused(request, "its question is a single token")
         adapter = None
-        owner = self._settings.namespace
+        salt = ask.cache_salt(self._settings.namespace)
         if request.lora_request is not None:
             try:
                 adapter = self._adapters.of(request.lora_request)
             except (OSError, ValueError) as error:
                 return self._refused(request, f"the files of its LoRA adapter: {error}")
-            owner = f"{owner} {adapter.fingerprint}"
-        salt = ask.cache_salt(owner)
+            salt = digest("adapter salt", salt, adapter.fingerprint)
         identity = hash((salt, *(segment.tokens_digest for segment in ask.prompt.segments)))
         if not self._prefix_caching:
             return Pending(ask, digest=identity, adapter=adapter)
