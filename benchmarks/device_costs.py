@@ -17,6 +17,7 @@ from benchmarks import late_device
 from benchmarks.gpu_model import CountedStack
 from benchmarks.late_device import Device
 from benchmarks.request_costs import KEY, Requests, Size, fill_of
+from cachecraft_rag.compute.stack import WholePass
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.types.captures import Capture, TokenScores
 from cachecraft_rag.types.variants import VariantKey
@@ -31,13 +32,32 @@ from cachecraft_rag.vllm.worker.working import Workers
 _BLOCK = 16
 
 
+class CountedForward:
+    """A forward of all layers that launches nothing, in place of `VLLMForward`; a `WholeModel`."""
+
+    most_rows = 1 << 30
+
+    def __init__(self, stack: BlockStack) -> None:
+        """Run the layers of this stack."""
+        self._stack = stack
+
+    def run(self, ids: Any, _positions: Any, whole_pass: WholePass, layers: int) -> None:
+        """Run rows through the first layers."""
+        self._stack.run_whole(len(ids), whole_pass, layers)
+
+
 class BlockStack(CountedStack):
-    """Layers that launch nothing, over vLLM's blocks; `block_writes` counts the calls that write to them."""
+    """Layers that launch nothing, over vLLM's blocks; `block_writes` counts the calls that write to them.
+
+    Heads are those of Llama-3-8B, because the attention kernel splits keys where few heads do not fill a GPU.
+    """
 
     def __init__(self, layers: int) -> None:
         """Make as many layers, on the simulated device."""
-        super().__init__(layers)
+        super().__init__(layers, heads=32, kv_heads=8)
         self.ranks = OneRank()  # type: ignore[assignment]
+        self.whole_model = CountedForward(self)
+        self.whole_passes = 0
         self.layer_calls = 0
         self.block_writes = 0
         attention = SimpleNamespace(
@@ -50,6 +70,16 @@ class BlockStack(CountedStack):
         """Run one layer, and count it."""
         self.layer_calls += 1
         return super().layer(index, hidden, **how)
+
+    def run_whole(self, rows: int, whole_pass: WholePass, layers: int) -> None:
+        """Run rows through the first layers as vLLM's forward does, and count this."""
+        self.whole_passes += 1
+        queries, keys = self.states(rows)
+        out = torch.empty_like(queries)
+        for index in range(layers):
+            whole_pass.write_rotated(index, queries, keys, keys, self._settings)
+            if index < layers - 1:
+                whole_pass.attend_rotated(index, queries, self._settings, out)
 
     def _wrote(self, *_arguments: object) -> None:
         self.block_writes += 1
@@ -89,7 +119,8 @@ def count(size: Size, requests: Requests, folder: Path) -> dict[str, Any]:
 
     launches              operations and kernels of this package, those of the layers left out
     kernels               launches of each kernel
-    layer_calls           layers that were run: those of the probe and of the pass
+    whole_passes          calls that run all layers of a pass: the probe's and the last one
+    layer_calls           calls of a single layer
     copies                calls that copy keys and values to the device
     transfers             copies that these calls make
     other_copies          calls that copy anything else to the device
@@ -110,6 +141,7 @@ def count(size: Size, requests: Requests, folder: Path) -> dict[str, Any]:
                 device.host_waits.clear()
                 kernels.clear()
                 stack.layer_calls = 0
+                stack.whole_passes = 0
                 stack.block_writes = 0
                 message = requests.reuse.message(KEY)
                 token_ids = requests.reuse.prompt.token_ids
@@ -120,6 +152,7 @@ def count(size: Size, requests: Requests, folder: Path) -> dict[str, Any]:
             figures = {
                 "launches": device.launches + kernels.total(),
                 "kernels": dict(sorted(kernels.items())),
+                "whole_passes": stack.whole_passes,
                 "layer_calls": stack.layer_calls,
                 "copies": len(copies),
                 "transfers": sum(call.transfers for call in copies),
@@ -160,9 +193,9 @@ def _serve(workers: Workers, fill: Fill) -> None:
     while not (finished := workers.finished()):  # the simulated device takes longer than a step
         workers.step([], [], rows=1 << 30)
     assert finished == {fill.request_id}, "there is no other request"
-    news = workers.news()
-    assert news is not None
-    report = news.reports[fill.request_id]
+    result = workers.take_result()
+    assert result is not None
+    report = result.reports[fill.request_id]
     assert "refused" not in report, report["refused"]
     outcomes = [segment["outcome"] for segment in report["segments"]]
     assert set(outcomes[1:-1]) == {"reused"}, outcomes

@@ -286,7 +286,7 @@ def kernels_exact(setting: Setting) -> Iterator[dict[str, Any]]:
     import torch
 
     from cachecraft_rag.kernels.gpu.attention import attend
-    from cachecraft_rag.kernels.gpu.drift import shift_stale
+    from cachecraft_rag.kernels.gpu.drift import mean_change, write_rows
     from cachecraft_rag.kernels.gpu.place import place
     from cachecraft_rag.kernels.gpu.received import received
     from cachecraft_rag.kernels.gpu.rope import rotate
@@ -310,11 +310,19 @@ def kernels_exact(setting: Setting) -> Iterator[dict[str, Any]]:
         place(found, [part], [0], cos=turn[0], sin=turn[1])
         reference.place(expected, part, 0, cos=turn[0], sin=turn[1])
         errors["place"] = _error(found, expected)
-        owner, shifts = (rows % 3 - 1).int(), part[0, :, :2].transpose(0, 1).contiguous()
+        owner, shifts = (rows % 3 - 1).int(), part[0, :, :2].transpose(0, 1).float().contiguous()
+        owner[:2] = torch.tensor([-2, -3], device=setting.device)
+        moved = (k[:2], v[:2], shifts, owner)
         found, expected = part[0].clone(), part[0].double()
-        shift_stale(found, shifts, owner, cos=turn[0], sin=turn[1])
-        reference.shift_stale(expected, shifts, owner, cos=turn[0], sin=turn[1])
-        errors["drift"] = _error(found, expected)
+        write_rows(found, *moved, cos=turn[0], sin=turn[1])
+        reference.write_rows(expected, *moved, cos=turn[0], sin=turn[1])
+        errors["write_rows"] = _error(found, expected)
+        number = torch.arange(len(rows), dtype=torch.int32, device=setting.device)
+        changed = {"rows": number, "positions": number.flip(0), "edges": number[[0, 3, -1]]}
+        changed |= {"strength": 0.4, "cos": turn[0], "sin": turn[1]}
+        errors["mean_change"] = _error(
+            mean_change(part[0], k, v, **changed), reference.mean_change(part[0], k, v, **changed)
+        )
         for name, how in (
             ("plain", {}),
             ("window", {"window": keys // 4}),

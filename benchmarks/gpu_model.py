@@ -24,6 +24,7 @@ from cachecraft_rag.compute.driver import prefill
 from cachecraft_rag.compute.job import PrefillJob
 from cachecraft_rag.compute.kv_buffer import ResidentKV
 from cachecraft_rag.compute.rows import Rows
+from cachecraft_rag.compute.stack import WholeModel
 from cachecraft_rag.kernels.attention_paths import UNMEASURED
 from cachecraft_rag.kernels.memory import Recycler
 from cachecraft_rag.types.kv_layout import KVLayout
@@ -115,16 +116,23 @@ class Counts:
 
 
 class CountedStack:
-    """Layers that launch nothing of their own, to count what this package launches; a `Stack`."""
+    """Layers that launch nothing of their own, to count what this package launches; a `Stack`.
+
+    Args:
+        layers: number of layers.
+        heads: query heads.
+        kv_heads: key/value heads.
+    """
 
     keys_per_row = 1.0
     attention_paths = UNMEASURED
-    whole_model = None
+    whole_model: WholeModel | None = None
 
-    def __init__(self, layers: int) -> None:
+    def __init__(self, layers: int, *, heads: int = 1, kv_heads: int = 1) -> None:
         from cachecraft_rag.compute.stack import Alone, AttentionSettings
 
-        self.layout = KVLayout(layers, 1, 16, "float32")
+        self.layout = KVLayout(layers, kv_heads, 16, "float32")
+        self._heads = heads
         self.device = torch.device("cuda:0")
         self.dtype = torch.float32
         self.memory = Recycler()
@@ -145,9 +153,14 @@ class CountedStack:
         self, index: int, hidden: torch.Tensor, *, positions: torch.Tensor, layer_pass: Any
     ) -> torch.Tensor:
         """Run the attention of one layer."""
-        rows = hidden[0].unsqueeze(1)
-        layer_pass.attend(index, rows, rows, rows, self._settings)
+        queries, keys = self.states(hidden.shape[1])
+        layer_pass.attend(index, queries, keys, keys, self._settings)
         return hidden
+
+    def states(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return queries `[rows, heads, 16]`, and keys that are values as well `[rows, kv_heads, 16]`."""
+        zeros = torch.zeros(rows, self._heads, 16)
+        return to_device(zeros, "cuda:0"), to_device(zeros[:, : self.layout.kv_heads], "cuda:0")
 
 
 def count(model: Model) -> Counts:

@@ -36,6 +36,8 @@ BLOCKING = {
     "repeat_interleave",
 }
 
+# Operations that only take memory: nothing is launched.
+MEMORY = {"empty_like", "new_empty", "new_empty_strided"}
 
 # Methods that return a Python value.
 TO_HOST = {
@@ -306,6 +308,9 @@ def dispatch(func: Any, args: Any, kwargs: Any) -> Any:
         result = garbage(torch.empty(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype))
         stream.add(lambda: result.copy_(args[0].memory))
         return result
+    if name in MEMORY:
+        made = with_memory()
+        return wrapped(garbage(made))
     if name == "copy_":
         return copy(*args, **kwargs)
     if name == "_foreach_copy_":

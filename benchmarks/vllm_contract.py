@@ -214,6 +214,22 @@ USES: tuple[Use, ...] = (
         "KVConnectorStats",
         attributes=("data", "to_dict", "reset", "aggregate", "reduce", "is_empty"),
     ),
+    Use(
+        f"{_CONNECTOR}.v1.metrics",
+        "KVConnectorPromMetrics.observe",
+        parameters=("self", "transfer_stats_data", "engine_idx"),
+    ),
+    # Other connectors, after ours.
+    Use(
+        f"{_CONNECTOR}.v1.multi_connector",
+        "MultiConnector",
+        text=(
+            "temp_config.kv_transfer_config = KVTransferConfig(",
+            "if to_return[0] == 0 and toks > 0:",
+            "c.update_state_after_alloc(request, blocks, 0)",
+            "connector_id = c.__class__.__name__",
+        ),
+    ),
     # What the scheduler hands over.
     Use("vllm.v1.core.kv_cache_manager", "KVCacheBlocks.get_block_ids", parameters=("self",)),
     Use(
@@ -285,10 +301,10 @@ USES: tuple[Use, ...] = (
             "parallel_config",
             "cache_config",
             "scheduler_config",
-            "lora_config",
             "speculative_config",
             "compilation_config",
             "kv_transfer_config",
+            "load_config",
             "offload_config",
         ),
     ),
@@ -297,6 +313,7 @@ USES: tuple[Use, ...] = (
         "ModelConfig",
         attributes=(
             "model",
+            "served_model_name",
             "tokenizer",
             "dtype",
             "hf_config",
@@ -312,6 +329,7 @@ USES: tuple[Use, ...] = (
             "model_impl",
         ),
     ),
+    Use("vllm.config.load", "LoadConfig", attributes=("load_format", "model_loader_extra_config")),
     Use(
         "vllm.config",
         "ParallelConfig",
@@ -323,6 +341,22 @@ USES: tuple[Use, ...] = (
             "decode_context_parallel_size",
             "prefill_context_parallel_size",
         ),
+    ),
+    Use("vllm.config", "SpeculativeConfig", attributes=("method",)),
+    # LoRA: the adapters of a step are set before the connector is called, and again for each step.
+    Use(
+        "vllm.lora.model_manager",
+        "LoRAModelManager.set_adapter_mapping",
+        parameters=("self", "mapping"),
+    ),
+    Use(
+        "vllm.lora.model_manager",
+        text=("self.model.lora_manager = self", "self._last_mapping: LoRAMapping | None = None"),
+    ),
+    Use(
+        "vllm.lora.layers.utils",
+        "LoRAMapping",
+        attributes=("index_mapping", "prompt_mapping", "is_prefill"),
     ),
     Use(
         "vllm.config",
@@ -406,7 +440,6 @@ USES: tuple[Use, ...] = (
             "max_num_queued_reqs",
             "tensor_parallel_size",
             "kv_cache_dtype",
-            "enable_lora",
             "speculative_config",
             "spec_method",
             "spec_model",

@@ -85,31 +85,43 @@ class Tally:
         return run
 
 
-def measure(size: Size, requests: Requests, folder: Path) -> dict[str, Any]:
+def measure(
+    size: Size, requests: Requests, folder: Path, *, compiled: bool = False
+) -> dict[str, Any]:
     """Return counts and CPU milliseconds of the request, and the operations of vLLM's own prefill of the prompt.
+
+    With `compiled`, vLLM compiles its model, as it does by default; then operations are not counted.
 
     engine_steps      steps of vLLM's engine core, and how many of them compute nothing of vLLM's
     operations        torch's operations without views: of this package's steps, and of vLLM's own forwards
     layer_calls, attend_calls, block_writes  calls of a layer, of its attention, and of vLLM's write to its blocks
     sql               statements that the request waits for, and others
+    python_ms         Python's part of `cpu_ms` for each phase, and of all phases together: measured again while
+                      attention, drift correction, placing and writing compute nothing. vLLM's layers still compute, but
+                      their widths are tiny
     cpu_ms            CPU time of the engine's thread: planning (in vLLM's scheduler), begin (plan, buffers, rows),
                       layers (probe and pass), end (written blocks, report), rest of the filling (placing on a CPU, the
                       plan after the probe), the token step, and the whole request with vLLM's own parts
     own               operations, steps and CPU time of vLLM's own prefill of the same prompt
     """
     tally = Tally()
-    with _served(size, folder, tally) as serve:
+    with _served(size, folder, tally, compiled=compiled) as serve:
         assert "refused" not in (report := serve(requests.capture)), report
         for _ in range(2):  # warm up
             report = serve(requests.reuse)
         outcomes = [segment["outcome"] for segment in report["segments"]]
         assert set(outcomes[1:-1]) == {"reused"}, outcomes
         with _instrumented(tally):
-            tally.counts_operations = True
+            tally.counts_operations = not compiled
             counted = _counted(tally, lambda: serve(requests.reuse))
             own = _counted(tally, lambda: serve(requests.reuse.prompt.token_ids))
             tally.counts_operations = False
             counted["cpu_ms"] = _fastest(tally, lambda: serve(requests.reuse))
+            with _without_arithmetic():
+                python_ms = _fastest(tally, lambda: serve(requests.reuse))
+            del python_ms["whole request"]
+            python_ms["critical path"] = round(sum(python_ms.values()), 2)
+            counted["python_ms"] = python_ms
             own["cpu_ms"] = _fastest(tally, lambda: serve(requests.reuse.prompt.token_ids))
     kept = ("engine_steps", "operations", "cpu_ms")
     return counted | {"own": {name: own[name] for name in kept}}
@@ -207,6 +219,37 @@ def _instrumented(tally: Tally) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def _without_arithmetic() -> Iterator[None]:
+    """Replace what a GPU would compute for this package by functions that compute nothing."""
+    from cachecraft_rag.compute import row_pass
+    from cachecraft_rag.compute.kv_buffer import KVBuffer
+    from cachecraft_rag.compute.stale_tokens import probe
+    from cachecraft_rag.kernels.cpu import calls
+
+    def attention(q: torch.Tensor, *_: Any, out: Any = None, **_named: Any) -> Any:
+        return q if out is None else out
+
+    def received(_q: Any, k: torch.Tensor, *_: Any, **_named: Any) -> torch.Tensor:
+        return torch.linspace(0.0, 1.0, len(k))
+
+    def nothing(*_: Any, **_named: Any) -> None:
+        """Compute nothing."""
+
+    replaced: list[tuple[Any, str, Any]] = [
+        (row_pass, "attention", attention),
+        (row_pass, "scatter_rows", nothing),
+        (KVBuffer, "place", nothing),  # a GPU places all chunks and four layers in one launch
+        (probe, "attention_received", received),
+        (calls.Drift, "correct", nothing),
+        (_attention_backend(), "do_kv_cache_update", nothing),
+    ]
+    with contextlib.ExitStack() as patches:
+        for owner, name, function in replaced:
+            patches.enter_context(patch.object(owner, name, function))
+        yield
+
+
 def _method(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a plain function, which a class binds to its objects."""
 
@@ -225,10 +268,10 @@ def _attention_backend() -> Any:
 
 @contextlib.contextmanager
 def _served(
-    size: Size, folder: Path, tally: Tally
+    size: Size, folder: Path, tally: Tally, *, compiled: bool
 ) -> Iterator[Callable[[Ask | list[int]], dict[str, Any]]]:
     """Yield a function that serves one request for one token and returns its report ({} for a plain prompt)."""
-    os.environ.update(ENVIRONMENT)
+    os.environ.update(ENVIRONMENT | {"TORCHDYNAMO_DISABLE": "0" if compiled else "1"})
     connect = sqlite3.connect
 
     def traced(*args: Any, **named: Any) -> sqlite3.Connection:
@@ -248,7 +291,7 @@ def _served(
         "dtype": "float32",
         "max_model_len": longest,
         "max_num_batched_tokens": longest,
-        "enforce_eager": True,
+        "enforce_eager": not compiled,
         "max_num_seqs": 8,
         "block_size": 32,
         "enable_prefix_caching": False,

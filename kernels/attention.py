@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypedDict
+
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -10,6 +12,12 @@ from cachecraft_rag.kernels.attention_paths import UNMEASURED, AttentionPaths, a
 from cachecraft_rag.kernels.gpu.choice import uses_triton
 from cachecraft_rag.kernels.row_blocks import row_blocks
 from cachecraft_rag.kernels.visibility import Visibility
+
+
+class _How(TypedDict):
+    scale: float
+    softcap: float | None
+    sinks: Tensor | None
 
 
 def attention(
@@ -22,6 +30,7 @@ def attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     paths: AttentionPaths = UNMEASURED,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Softmax attention of scattered rows, masked by position.
 
@@ -34,17 +43,35 @@ def attention(
         sinks: float32 `[heads]`, contiguous; the score of a position without a value, which each head may attend to
             (gpt-oss). None: no sinks.
         paths: the fastest ways to attend on this CPU.
+        out: where to write the result, in the form of `q`; None = a new tensor. Triton's kernel writes there itself.
 
     Returns:
-        A new tensor `[rows, heads, head_dim]` in the dtype of `q`. A row that sees no key gets zeros or NaN.
+        `[rows, heads, head_dim]` in the dtype of `q`. A row that sees no key gets zeros or NaN.
     """
-    if uses_triton(q):
-        from cachecraft_rag.kernels.gpu.attention import attend as attend_on_gpu
+    how: _How = {"scale": scale, "softcap": softcap, "sinks": sinks}
+    if not uses_triton(q):
+        attended = _attention_on_cpu(q, k, v, visible, paths, **how)
+        return attended if out is None else out.copy_(attended)
 
-        out = attend_on_gpu(q, k, v, visible, scale=scale, softcap=softcap, sinks=sinks).out
-        assert out is not None, "values were given"
-        return out
+    from cachecraft_rag.kernels.gpu.attention import attend as attend_on_gpu
 
+    is_fitting = out is not None and out.is_contiguous() and out.dtype == q.dtype
+    result = attend_on_gpu(q, k, v, visible, **how, out=out if is_fitting else None).out
+    assert result is not None, "values were given"
+    return result if out is None or is_fitting else out.copy_(result)
+
+
+def _attention_on_cpu(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    visible: Visibility,
+    paths: AttentionPaths,
+    *,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
     rows, heads, head_dim = q.shape
     path = paths.of(visible)
     needs_products = softcap is not None or sinks is not None

@@ -75,6 +75,29 @@ def attention_mass(
     return mass, received
 
 
+def attention_received(
+    q: Tensor,
+    k: Tensor,
+    visible: Visibility,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Return the attention to each key: the second result of `attention_mass`, arguments as there.
+
+    With Triton this is cheaper, because nothing is summed by segment.
+    """
+    if uses_triton(q):
+        from cachecraft_rag.kernels.gpu.attention import attend as attend_on_gpu
+        from cachecraft_rag.kernels.gpu.received import received as received_on_gpu
+
+        lse = attend_on_gpu(q, k, None, visible, scale=scale, softcap=softcap, sinks=sinks).lse
+        return received_on_gpu(q, k, lse, visible, scale=scale, softcap=softcap)
+    bounds = torch.tensor([0, len(k)], device=q.device)
+    return attention_mass(q, k, visible, bounds, scale=scale, softcap=softcap, sinks=sinks)[1]
+
+
 def segment_mass(
     q: Tensor,
     k: Tensor,

@@ -63,11 +63,17 @@ def until(holds: Callable[[], bool]) -> None:
 def make_engine(
     decoder_of_letters: Callable[..., Any], tmp_path: Path
 ) -> Iterator[Callable[..., Engine]]:
-    """Makes engines over one folder; `host_bytes` of the store."""
+    """Makes engines over one folder, or the `folder` that is named; `host_bytes` of the store."""
     opened: list[Any] = []
 
-    def make(*, decoder: Any = None, host_bytes: int = 1 << 30, **settings: Any) -> Engine:
-        opened.append(ChunkCacheStore.open(tmp_path / "caches", host_bytes=host_bytes))
+    def make(
+        *,
+        decoder: Any = None,
+        host_bytes: int = 1 << 30,
+        folder: str = "caches",
+        **settings: Any,
+    ) -> Engine:
+        opened.append(ChunkCacheStore.open(tmp_path / folder, host_bytes=host_bytes))
         given = {"config": CONFIG, "new_variants": "off"} | settings
         opened.append(Engine(decoder or decoder_of_letters(), opened[-1], **given))
         made: Engine = opened[-1]

@@ -15,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 TARGETS = {"ratio_device", "ratio_host", "attention_of_stock", "gather_of_copy"}
-KERNELS = ("attend", "combine", "place", "received", "rotate", "shift_stale")
+KERNELS = ("attend", "combine", "mean_change", "place", "received", "rotate", "write_rows")
 
 
 @pytest.mark.slow
@@ -129,7 +129,7 @@ runpy.run_module("benchmarks.gpu", run_name="__main__")
     assert report["errors"] == {}
     assert all(row["passed"] for row in (*report["kernels"], *report["gates"]))
     assert {row["dtype"] for row in report["kernels"]} == {"float32", "bfloat16", "float16"}
-    assert {"rotate", "place", "drift", "attention, window"} <= {
+    assert {"rotate", "place", "write_rows", "mean_change", "attention, window"} <= {
         row["kernel"] for row in report["kernels"]
     }
     assert [row["tokens"] for row in report["lengths"]] == [22, 38, 22], "the first one again"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,6 +18,7 @@ from cachecraft_rag.engine.settings import Settings, flag_of, known_settings
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.planning.config import PlainPromptsMode
 from cachecraft_rag.server.settings import ClientSettings, EndpointSettings
+from cachecraft_rag.server.wire import LOOPBACK
 from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store.remote.config import keys_in
 
@@ -59,13 +61,16 @@ class ServerOptions:
     tensor_parallel_size  GPUs that share the model; needs vLLM
     max_model_len         most tokens of prompt and answer; the model's without it; needs vLLM
     session_header        header that names a request's session. Use it only with a proxy that sets it
+    tenant_header         header that names a request's tenant, who shares no chunk-cache and no prefix cache with
+                          others. Use it only with a proxy that sets it
     client_settings       settings of reuse that requests may bring: none; safe: those that do not shape the
                           chunk-caches of other clients; all
     reuse_plain_prompts   over vLLM, reuse passages that repeat in requests without documents too, see
                           docs/guides/any_application.md; the engine in this process does unless
                           reuse.plain_prompts is off
     search_system         search the system message of such requests, too, for applications that put the context there
-    admin_key_file        file of keys, one on each line; prime and evict ask for one
+    admin_key_file        file of keys, one on each line; prime and evict ask for one. Without it they are closed,
+                          unless only this computer reaches the server
     """
 
     backend: str = "auto"
@@ -75,6 +80,7 @@ class ServerOptions:
     tensor_parallel_size: int = 1
     max_model_len: int | None = None
     session_header: str | None = None
+    tenant_header: str | None = None
     client_settings: str = "safe"
     reuse_plain_prompts: bool = False
     search_system: bool = False
@@ -86,6 +92,20 @@ class ServerOptions:
         check_whole("--port", self.port, least=1, most=65535)
         check_text("--api-key", self.api_key, optional=True, empty=False)
         check_whole("--tensor-parallel-size", self.tensor_parallel_size, least=1)
+
+    def admin_keys(self, arguments: Sequence[str]) -> tuple[str, ...] | None:
+        """Return the keys of administrators, see `EndpointSettings`.
+
+        Without a file every client of this computer's own server is one. A header that a proxy sets says that others
+        reach it. `arguments` are vLLM's, which may name another host.
+        """
+        if self.admin_key_file is not None:
+            return tuple(keys_in(self.admin_key_file))
+        is_reached = self.host not in LOOPBACK or any(
+            argument.startswith("--host") for argument in arguments
+        )
+        has_proxy = self.session_header is not None or self.tenant_header is not None
+        return () if is_reached or has_proxy else None
 
     def for_vllm(self) -> list[str]:
         """Return the arguments for vLLM's server: host, port, number of GPUs, and most tokens and key if set."""
@@ -171,14 +191,16 @@ def _writes_json() -> bool:
     return any(isinstance(handler.formatter, JsonFormatter) for handler in handlers)
 
 
-def _endpoint_settings(server: ServerOptions, plain_prompts: PlainPromptsMode) -> EndpointSettings:
-    keys = () if server.admin_key_file is None else tuple(keys_in(server.admin_key_file))
+def _endpoint_settings(
+    server: ServerOptions, plain_prompts: PlainPromptsMode, arguments: Sequence[str]
+) -> EndpointSettings:
     return EndpointSettings(
         session_header=server.session_header,
+        tenant_header=server.tenant_header,
         client_settings=cast(ClientSettings, server.client_settings),
         plain_prompts=plain_prompts,
         search_system=server.search_system,
-        admin_keys=keys,
+        admin_keys=server.admin_keys(arguments),
     )
 
 
@@ -205,7 +227,7 @@ def _serve_here(
         model,
         store=Path(settings["store"]),
         config=config,
-        endpoint=_endpoint_settings(server, plain_prompts),
+        endpoint=_endpoint_settings(server, plain_prompts, ()),
         defaults=settings.sampling(),
         host=server.host,
         port=server.port,
@@ -235,7 +257,7 @@ def _serve_with_vllm(
         model,
         store=Path(settings["store"]),
         config=settings.engine_config(),
-        endpoint=_endpoint_settings(server, "reuse" if plain else "off"),
+        endpoint=_endpoint_settings(server, "reuse" if plain else "off", arguments),
         arguments=[*server.for_vllm(), *arguments],
         json_logs=_writes_json(),
     )

@@ -16,6 +16,7 @@ from cachecraft_rag.client.replies import ServerFacts, checked_reply
 from cachecraft_rag.engine.base import AnswerEngine, Question
 from cachecraft_rag.engine.capabilities import Capabilities, Capability
 from cachecraft_rag.engine.config import EngineConfig
+from cachecraft_rag.engine.documents import chunks_of
 from cachecraft_rag.errors import ServerError, UnsupportedCallError
 from cachecraft_rag.model.facts import DiskSpace
 from cachecraft_rag.observability.stats import RequestStats
@@ -24,6 +25,7 @@ from cachecraft_rag.server.served_model import ServedModel
 from cachecraft_rag.server.wire import (
     EVICT,
     FIELD,
+    HOLDS,
     MOST_DOCUMENTS,
     MOST_PRIMED,
     MOST_REMEMBERED,
@@ -37,6 +39,7 @@ from cachecraft_rag.serving.request import Request, RequestProgress
 from cachecraft_rag.store import RowFilter
 from cachecraft_rag.store.durable import Caches, Evicted
 from cachecraft_rag.types.documents import Chunk, chunk_id_of
+from cachecraft_rag.types.variants import HeldChunk
 
 logger = logging.getLogger("cachecraft_rag.client")
 
@@ -163,6 +166,24 @@ class HTTPEngine(AnswerEngine):
         """
         return ServerPrimer(self, self._link, related=related)
 
+    def held(self, documents: Iterable[object], *, session: str | None = None) -> list[HeldChunk]:
+        """Return what the server holds of each document, see `AnswerEngine.held`; only their ids are sent."""
+        ids = [chunk.chunk_id for chunk in chunks_of(documents)]
+        headers = self._session_headers(session)
+        held: list[HeldChunk] = []
+        for start in range(0, len(ids), MOST_DOCUMENTS):
+            part = ids[start : start + MOST_DOCUMENTS]
+            reply = self._link.call(HOLDS, {"chunk_ids": part}, headers=headers)
+            with checked_reply(self._link.url, "the chunks that it holds"):
+                held += replies.held_chunks(reply, part)
+        return held
+
+    def for_tenant(self, namespace: str) -> Self:
+        """Raise UnsupportedCallError: the server's proxy names the tenant."""
+        raise UnsupportedCallError(
+            "the tenant is the server's: its proxy sets the header of `cachecraft serve --tenant-header`"
+        )
+
     def disk_space(self) -> DiskSpace:
         """Return the disk space of the server's store, as the server counts it."""
         reply = self._link.call(PRIME, {"documents": [], "estimate": True})
@@ -188,8 +209,7 @@ class HTTPEngine(AnswerEngine):
 
     def _prepared(self, request: Request, asked: Question) -> Request:
         """Add the body that is sent to the server. Raises ConfigError for a session that no header can hold."""
-        if asked.session is not None and self._facts.session_header is not None:
-            check_header("session", asked.session)
+        self._session_headers(asked.session)
         sampling = request.sampling
         turns = [*asked.history, ("user", asked.text)]
         messages = [{"role": role, "content": _sendable(text)} for role, text in turns]
@@ -230,11 +250,7 @@ class HTTPEngine(AnswerEngine):
     def _pieces(self, request: Request, progress: RequestProgress) -> Generator[str]:
         self._home.require()
         assert isinstance(request, SentRequest), "made by _request"
-        # The header that names a session, where the server trusts one; without it nothing private is kept.
-        header = self._facts.session_header
-        headers = {}
-        if header is not None and request.session is not None:
-            headers[header] = request.session
+        headers = self._session_headers(request.session)
         names: list[str] = []
         try:
             with closing(self._link.events(request.body, headers=headers)) as events:
@@ -251,6 +267,14 @@ class HTTPEngine(AnswerEngine):
                 self._unreported[request.request_id] = lambda: progress.reported(
                     self._link.report(names[-1], headers=headers)
                 )
+
+    def _session_headers(self, session: str | None) -> dict[str, str]:
+        """Return the header that names a session, where the server trusts one; without it nothing private is kept."""
+        header = self._facts.session_header
+        if header is None or session is None:
+            return {}
+        check_header("session", session)
+        return {header: session}
 
     def _tokens(self, events: Iterable[Mapping[str, object]], names: list[str]) -> Iterator[int]:
         """Yield the new tokens of a streamed chat completion; `names` takes up its id."""

@@ -287,6 +287,8 @@ class Link:
         status = reply.status_code
         if status == 403 and ADMIN_HEADER in message:
             return ServerError(f"{self.url}: {message}: connect(…, admin_key=…)")
+        if status == 403 and "--admin-key-file" in message:
+            return ServerError(f"{self.url}: {message}")
         if status in (401, 403):
             return ServerError(f"{self.url} asks for a key: connect(…, api_key=…)")
         if status == 404 and reply.url.path.endswith(FACTS):

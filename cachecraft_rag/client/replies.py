@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,7 @@ from cachecraft_rag.server.served_model import ServedModel
 from cachecraft_rag.server.wire import TOKENIZER_FILES
 from cachecraft_rag.store.durable import Evicted
 from cachecraft_rag.types.kv_layout import DTypeName, KVLayout
+from cachecraft_rag.types.variants import HeldChunk
 
 _MAX_SHOWN = 300  # characters of a server's text in a message
 _MAX_WHOLE = 2**53  # the largest whole number that every JSON reader keeps
@@ -232,6 +233,17 @@ def evicted(reply: object) -> Evicted:
     return Evicted(
         variants=whole_of(counts["variants"]), nbytes=whole_of(counts["nbytes"], most=2**63)
     )
+
+
+def held_chunks(reply: object, chunk_ids: Sequence[str]) -> list[HeldChunk]:
+    """Return what the server holds of the chunks that it was asked for, in their order."""
+    held = []
+    entries = list_of(mapping_of(reply)["chunks"])
+    for chunk_id, entry in zip(chunk_ids, map(mapping_of, entries), strict=True):
+        if entry["chunk_id"] != chunk_id or not isinstance(entry["in_memory"], bool):
+            raise ValueError("the chunks are not those that were asked for")
+        held.append(HeldChunk(chunk_id, whole_of(entry["tokens"]), entry["in_memory"]))
+    return held
 
 
 def removed_chunks(reply: object) -> frozenset[str]:

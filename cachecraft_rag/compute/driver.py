@@ -1,8 +1,8 @@
 """Steps of work on the model, and the simplest driver: one step after the other, in the caller's thread.
 
 A generator yields steps and receives their results. Steps are `Wait` and `Forward` of a prefill, `DecodeStep` of an
-answer, `Until`, `Call`, and a `Future` for the work of other threads. `serving.step_loop` drives many generators at
-once.
+answer, `Until`, `Call`, and a `Future` for the work of other threads. `serving.loop.step_loop` drives many generators
+at once.
 """
 
 from __future__ import annotations

@@ -43,8 +43,8 @@ from cachecraft_rag.planning.early_termination import FocusMonitor, focus_score
 from cachecraft_rag.planning.planner import Plan
 from cachecraft_rag.store.loading.pending import PendingLoads
 
-# Longest expected time of a call that runs all layers of a pass, in seconds: other requests wait for its end. A longer
-# pass runs layer by layer, where a driver can stop; launching its layers is a small part of its time.
+# Longest expected time of a call that runs all layers of a pass, in seconds, while other requests wait for its end. A
+# longer pass runs layer by layer, where a driver can stop; launching its layers is a small part of its time.
 LONGEST_CALL_S = 0.25
 
 
@@ -94,6 +94,7 @@ class OverlappedPrefill:
         timer: called with each part.
         runs_ahead: launch the last pass without waiting for a GPU, if nothing is loaded or captured. Its errors and its
             time are seen later.
+        longest_call_s: returns the longest expected time of a call that runs all layers; None: `LONGEST_CALL_S`.
     """
 
     def __init__(
@@ -105,7 +106,9 @@ class OverlappedPrefill:
         *,
         timer: Timer = untimed,
         runs_ahead: bool = False,
+        longest_call_s: Callable[[], float] | None = None,
     ) -> None:
+        self._longest_call_s = longest_call_s or (lambda: LONGEST_CALL_S)
         self._stack = stack
         self._job = job
         self._runs_ahead = (
@@ -461,11 +464,11 @@ class OverlappedPrefill:
             is_loaded: True if the pass will wait for no loads; ranks may differ.
         """
         model = self._stack.whole_model
-        if model is None or row_pass.layer or row_pass.has_captures:
+        if model is None or row_pass.layer or (row_pass.has_captures and not model.gives_raw):
             return False
         if len(row_pass.positions) > model.most_rows:
             return False
-        can_run = is_loaded and self._expected_s(row_pass, layers) <= LONGEST_CALL_S
+        can_run = is_loaded and self._expected_s(row_pass, layers) <= self._longest_call_s()
         return not self._stack.ranks.agree(frozenset(() if can_run else ("layer by layer",)))
 
     def _expected_s(self, row_pass: RowPass, layers: int) -> float:

@@ -23,7 +23,6 @@ from cachecraft_rag.compute.stack import (
     LayerPass,
     RotaryTables,
     Stack,
-    WholePass,
 )
 from cachecraft_rag.compute.stale_tokens.drift_correction import DriftCorrection
 from cachecraft_rag.compute.timing import Timer, untimed
@@ -145,7 +144,9 @@ class RowPass:
     def runs_with(self, other: RowPass) -> bool:
         """Return True if `advance` can run both together."""
         is_at_once = self.at_once is not None
-        return self.next_layers == other.next_layers and is_at_once == (other.at_once is not None)
+        if self.next_layers != other.next_layers or is_at_once != (other.at_once is not None):
+            return False
+        return not is_at_once or self.has_captures == other.has_captures  # raw keys or rotated ones
 
     @property
     def has_captures(self) -> bool:
@@ -248,8 +249,11 @@ class RowPass:
 
         First corrects drift in the buffer, writes the rows' rotated keys and their values to it, records captures and
         calls the observer. If the layer ran before, correction and observer are left out, and the rest is done again.
-        RuntimeError if an earlier call for this layer failed before these were done: neither can be done twice.
+        RuntimeError if an earlier call for this layer failed before these were done: neither can be done twice. A pass
+        that runs at once also places the layer's chunk-caches.
         """
+        if self.at_once is not None:
+            self._place_at_once(layer, self.at_once)
         with self.timer("placing"):
             cos, sin = self._rotary.of_layer(layer)
             queries = rotate(q, cos, sin)
@@ -283,10 +287,13 @@ class RowPass:
         """Place the layer's chunk-caches, and do what `attend` does before the rows attend; see `WholePass`."""
         assert self.at_once is not None, "set before the pass began"
         assert not self._captures, "captures are of raw keys"
+        self._place_at_once(layer, self.at_once)
+        self._write(layer, q, k, v, settings)
+
+    def _place_at_once(self, layer: int, at_once: AtOnce) -> None:
         # also here, because layers that are launched hold the memory of their chunk-caches' copies
         self._in_flight.add()
-        self.at_once.place(layer)
-        self._write(layer, q, k, v, settings)
+        at_once.place(layer)
 
     def _write(
         self, layer: int, queries: Tensor, keys: Tensor, v: Tensor, settings: AttentionSettings
@@ -298,12 +305,14 @@ class RowPass:
         self._check_repeatable(layer, is_repeated)
         self._started_layer = layer
 
+        is_written = False
         if self._drift is not None and not is_repeated:
             with self.timer("drift"):
-                self._drift.correct(layer, merged, keys, v)
+                is_written = self._drift.correct(layer, merged, keys, v)
 
-        with self.timer("placing"):
-            scatter_rows(merged, keys, v, self.where)
+        if not is_written:
+            with self.timer("placing"):
+                scatter_rows(merged, keys, v, self.where)
 
         if self._observer is not None and not is_repeated:
             watched_queries = queries[self._watched_rows]
@@ -311,7 +320,9 @@ class RowPass:
             self._observer.observe(layer, watched_queries, merged[0], visible_to_watched, settings)
         self._finished_layer = layer
 
-    def attend_rotated(self, layer: int, q: Tensor, settings: AttentionSettings) -> Tensor:
+    def attend_rotated(
+        self, layer: int, q: Tensor, settings: AttentionSettings, out: Tensor | None = None
+    ) -> Tensor:
         """Attend with rotated queries, once the layer's keys and values are written; see `WholePass`."""
         merged = self._buffer.kv[layer]
         with self.timer("attention"):
@@ -324,6 +335,7 @@ class RowPass:
                 softcap=settings.softcap,
                 sinks=settings.sinks,
                 paths=self._paths,
+                out=out,
             )
 
     def _check_repeatable(self, layer: int, is_repeated: bool) -> None:
@@ -396,12 +408,14 @@ class _JointPass:
         for row_pass, rows in zip(self.passes, self._slices, strict=True):
             row_pass.write_rotated(layer, q[rows], k[rows], v[rows], settings)
 
-    def attend_rotated(self, layer: int, q: Tensor, settings: AttentionSettings) -> Tensor:
-        """Same as `attend`, for queries that are rotated already."""
-        outputs = []
+    def attend_rotated(
+        self, layer: int, q: Tensor, settings: AttentionSettings, out: Tensor | None = None
+    ) -> Tensor:
+        """Same as `attend`, for queries that are rotated already; see `WholePass`."""
+        joint = torch.empty_like(q) if out is None else out
         for row_pass, rows in zip(self.passes, self._slices, strict=True):
-            outputs.append(row_pass.attend_rotated(layer, q[rows], settings))
-        return torch.cat(outputs)
+            row_pass.attend_rotated(layer, q[rows], settings, joint[rows])
+        return joint
 
 
 def plain_rows(layer_pass: LayerPass, layer: int) -> list[LayerRow]:
@@ -444,11 +458,14 @@ def _run_at_once(stack: Stack, passes: Sequence[RowPass], layers: int) -> None:
     assert stack.whole_model is not None, "`at_once` is set for these stacks only"
     ids = passes[0].ids
     positions = passes[0].where
-    whole_pass: WholePass = passes[0]
+    whole_pass: RowPass | _JointPass = passes[0]
     if len(passes) > 1:
         ids = torch.cat([row_pass.ids for row_pass in passes])
         positions = torch.cat([row_pass.where for row_pass in passes])
         whole_pass = _JointPass(passes)
-    stack.whole_model.run(ids, positions, whole_pass, layers)
+    if passes[0].has_captures:
+        stack.whole_model.run_raw(ids, whole_pass, layers)
+    else:
+        stack.whole_model.run(ids, positions, whole_pass, layers)
     for row_pass in passes:
         row_pass.launched_at_once()

@@ -72,21 +72,28 @@ class WholePass(Protocol):
             settings: attention settings of the layer.
         """
 
-    def attend_rotated(self, layer: int, q: Tensor, settings: AttentionSettings) -> Tensor:
-        """Return the attention's output `[rows, heads, head_dim]`, before the layer's output projection."""
+    def attend_rotated(
+        self, layer: int, q: Tensor, settings: AttentionSettings, out: Tensor | None = None
+    ) -> Tensor:
+        """Return the attention's output `[rows, heads, head_dim]`, before the layer's output projection.
+
+        It is written to `out` if that is given, a tensor in the form of `q`.
+        """
 
 
 class WholeModel(Protocol):
     """A model's own forward, perhaps compiled.
 
     Its layers rotate keys before anyone sees them, and nothing can be done between two layers. So it runs no pass that
-    captures (raw keys), waits for loads, or may drop or join rows on the way.
+    waits for loads, or may drop or join rows on the way.
 
     Attributes:
         most_rows: most rows of a call.
+        gives_raw: True if `run_raw` may be called, as passes with captures need.
     """
 
     most_rows: int
+    gives_raw: bool
 
     def run(self, ids: Tensor, positions: Tensor, whole_pass: WholePass, layers: int) -> None:
         """Run rows through the first layers. The last of these writes keys and values, and attends to nothing.
@@ -98,6 +105,9 @@ class WholeModel(Protocol):
                 layer.
             layers: number of layers, at most all.
         """
+
+    def run_raw(self, ids: Tensor, layer_pass: LayerPass, layers: int) -> None:
+        """Run rows through the first layers, each of which calls `attend` with raw queries and keys; see `run`."""
 
 
 class Ranks(Protocol):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _thread
+import copy
 import json
 import logging
 import os
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import ClassVar, Protocol, Self, TypedDict, Unpack
 
-from cachecraft_rag.checks import check_callable, check_flag, check_kind, listed
+from cachecraft_rag.checks import check_callable, check_flag, check_kind, check_text, listed
 from cachecraft_rag.engine.capabilities import ALL, Capabilities, Capability
 from cachecraft_rag.engine.config import EngineConfig
 from cachecraft_rag.engine.documents import by_source, chunks_of
@@ -48,6 +49,7 @@ from cachecraft_rag.store.row_checks import LookupResult, RowBounds
 from cachecraft_rag.types.documents import Chunk
 from cachecraft_rag.types.progress import Progress
 from cachecraft_rag.types.prompts import Prompt, Segment
+from cachecraft_rag.types.variants import HeldChunk
 
 logger = logging.getLogger("cachecraft_rag.engine")
 
@@ -82,8 +84,10 @@ class Question:
 class Capturer(Protocol):
     """Captures segments of prompts by their tokens, in this process or in vLLM."""
 
-    def capture(self, prompt: Prompt, captures: Sequence[int], *, primed: bool) -> None:
-        """Same as `AnswerEngine.capture`."""
+    def capture(
+        self, prompt: Prompt, captures: Sequence[int], *, primed: bool, namespace: str
+    ) -> None:
+        """Same as `AnswerEngine.capture`, for a tenant."""
 
 
 class AnswerEngine(ABC):
@@ -126,6 +130,16 @@ class AnswerEngine(ABC):
         self.request_counts = RequestCounts()
         self._capturer: Capturer | None = None  # set by engines with `Capability.CAPTURE`
         self._home = HomeProcess("engine")
+
+    def for_tenant(self, namespace: str) -> Self:
+        """Return this engine for another tenant: the same model, queue and store, but none of the same chunk-caches.
+
+        Closing it closes this engine.
+        """
+        check_text("namespace", namespace)
+        engine = copy.copy(self)
+        engine.namespace = namespace
+        return engine
 
     @abstractmethod
     def close(self) -> None:
@@ -281,7 +295,8 @@ class AnswerEngine(ABC):
             private=session is not None,
         )
         settings = self.for_prompt(self.calibrated(reuse), prompt)
-        request = Request(prompt, settings, sampling, session_of(prompt, session), started)
+        owner = session_of(prompt, session)
+        request = Request(prompt, settings, sampling, owner, started, namespace=self.namespace)
         asked = Question(question, chunks, history, session, sampling, config, tools)
         return self._prepared(request, asked)
 
@@ -418,10 +433,14 @@ class AnswerEngine(ABC):
         self._home.require()
         self.capabilities.require(Capability.CAPTURE)
         assert self._capturer is not None, "engines with this capability have one"
-        self._capturer.capture(prompt, captures, primed=primed)
+        self._capturer.capture(prompt, captures, primed=primed, namespace=self.namespace)
 
-    def look_up(self, segments: Sequence[Segment], *, session: str | None = None) -> LookupResult:
+    def look_up(
+        self, segments: Sequence[Segment], *, session: str | None = None, namespace: str = ""
+    ) -> LookupResult:
         """Return the stored variants of segments for this model, shared ones and those private to `session`.
+
+        `namespace` "" is the engine's own.
 
         Nothing is loaded. Every segment's id is a key of `variants`. A remote is asked for segments with too few
         variants here, within its time limit. Rows that do not fit are left out and removed in the background. If the
@@ -444,8 +463,22 @@ class AnswerEngine(ABC):
         }
         bounds = RowBounds(model.layout, model.context_length, tokens)
         return self.store.find(
-            self.namespace, model.fingerprint, list(tokens), session=session, bounds=bounds
+            namespace or self.namespace,
+            model.fingerprint,
+            list(tokens),
+            session=session,
+            bounds=bounds,
         )
+
+    def held(self, documents: Iterable[object], *, session: str | None = None) -> list[HeldChunk]:
+        """Return what is stored of each document, in order, also of those private to `session`.
+
+        Documents are as in `prime`. No model runs, and no remote is asked: a router sends a question where most of its
+        documents are held.
+        """
+        assert isinstance(self.store, ChunkCacheStore), "engines over HTTP ask the server"
+        ids = [chunk.chunk_id for chunk in chunks_of(documents)]
+        return self.store.held(self.namespace, self.decoder.fingerprint, ids, session=session)
 
     def disk_space(self) -> DiskSpace:
         """Return the bytes that the store's files use, their limit, the free bytes of the disk, and the store's codec.

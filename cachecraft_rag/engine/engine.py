@@ -52,11 +52,12 @@ from cachecraft_rag.serving.audits.results import AuditResults
 from cachecraft_rag.serving.capturing import LocalCapturer
 from cachecraft_rag.serving.config import Audits, NewVariants
 from cachecraft_rag.serving.generation import Generation
-from cachecraft_rag.serving.joint_rows import JointRows
+from cachecraft_rag.serving.loop.joint_rows import JointRows
+from cachecraft_rag.serving.loop.step_loop import StepLoop
+from cachecraft_rag.serving.loop.task import LoopTask, Priority
 from cachecraft_rag.serving.new_variants import VariantMaker
 from cachecraft_rag.serving.request import Request, RequestProgress, stats_of
 from cachecraft_rag.serving.sampling import SamplingParams
-from cachecraft_rag.serving.step_loop import LoopTask, Priority, StepLoop
 from cachecraft_rag.serving.token_queue import AnswerPiece, Reader, TokenQueue
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.store.config import CACHE_FOLDER
@@ -452,7 +453,12 @@ class Engine(AnswerEngine):
         config = config or self.config
         settings = self.for_prompt(self.calibrated(config), prompt)
         request = Request(
-            prompt, settings, sampling, session_of(prompt, session), started or time.perf_counter()
+            prompt,
+            settings,
+            sampling,
+            session_of(prompt, session),
+            started or time.perf_counter(),
+            namespace=self.namespace,
         )
         return self._generation(self._constrained(request, config))
 

@@ -43,7 +43,15 @@ DEFAULT = "default"
 # Variables of the package that are not settings of an engine.
 _ELSEWHERE = {
     PREFIX + name
-    for name in ("API_KEY", "CACHE", "CPU_KERNELS", "READ_ONLY", "REMOTE_KEY", "REMOTE_KEY_FILE")
+    for name in (
+        "API_KEY",
+        "CACHE",
+        "CPU_KERNELS",
+        "READ_ONLY",
+        "REMOTE_KEY",
+        "REMOTE_KEY_FILE",
+        "SEAL_KEY",
+    )
 }
 # Added by Kubernetes to every pod beside a service whose name begins with "cachecraft".
 _SERVICE_LINK = re.compile(

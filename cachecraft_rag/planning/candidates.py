@@ -15,8 +15,9 @@ from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.planning.planner import Plan, SegmentPlan
 from cachecraft_rag.types.prompts import Prompt, Segment
 
-# session, and ids of the segments up to the one to be captured
-_Path = tuple[str | None, tuple[str, ...]]
+# (namespace, session), and ids of the segments up to the one to be captured
+Owner = tuple[str, str | None]
+_Path = tuple[Owner, tuple[str, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,18 +27,26 @@ class Candidate:
     segments  the instruction and the chunks up to the last fixed one
     fixed     segment index → number of tokens that a variant after this prefix would save per use
     session   session that owns the private text in it; None if all text is public
-    first     indices of segments that may not be stored yet in any context: found segments, and the fixed passages
+    never_stored  indices of segments that may not be stored yet in any context: found segments, and the fixed passages
               that stand in for their neighbours
+    namespace  tenant of the request; "": the engine's own
     """
 
     segments: tuple[Segment, ...]
     fixed: Mapping[int, int]
     session: str | None = None
-    first: frozenset[int] = frozenset()
+    never_stored: frozenset[int] = frozenset()
+    namespace: str = ""
 
     @classmethod
     def of(
-        cls, prompt: Prompt, plan: Plan, config: ReuseConfig, *, session: str | None
+        cls,
+        prompt: Prompt,
+        plan: Plan,
+        config: ReuseConfig,
+        *,
+        session: str | None,
+        namespace: str = "",
     ) -> Self | None:
         """Return the candidate whose captures would have made this request exact; None if none could be used.
 
@@ -57,18 +66,21 @@ class Candidate:
         if not fixed:
             return None
         end = max(fixed) + 1
-        return cls(segments[:end], fixed, session if private < end else None)
+        owner = session if private < end else None
+        return cls(segments[:end], fixed, owner, namespace=namespace)
 
     @property
     def identity(self) -> _Path:
-        """Key (session, segment ids), shared by all candidates of the same session and chunks."""
-        return self.session, tuple(segment.segment_id for segment in self.segments)
+        """Key (owner, segment ids), shared by all candidates of the same tenant, session and chunks."""
+        return (self.namespace, self.session), tuple(
+            segment.segment_id for segment in self.segments
+        )
 
     def paths(self) -> Iterator[tuple[_Path, int]]:
-        """Yield each capture to be made, (session, segment ids up to it), with the tokens that it saves per use."""
-        session, ids = self.identity
+        """Yield each capture to be made, (owner, segment ids up to it), with the tokens that it saves per use."""
+        owner, ids = self.identity
         for index, tokens in self.fixed.items():
-            yield (session, ids[: index + 1]), tokens
+            yield (owner, ids[: index + 1]), tokens
 
 
 def _spent(planned: SegmentPlan, config: ReuseConfig) -> int:
@@ -107,7 +119,9 @@ class Candidates:
         self._would_have_saved.update(dict(candidate.paths()))
         if known is not None:  # this request may have fixed other chunks of the same prompt
             fixed = {**known.fixed, **candidate.fixed}
-            candidate = replace(candidate, fixed=fixed, first=known.first | candidate.first)
+            candidate = replace(
+                candidate, fixed=fixed, never_stored=known.never_stored | candidate.never_stored
+            )
         self._waiting[candidate.identity] = candidate
         if len(self._waiting) <= self._most:
             return None

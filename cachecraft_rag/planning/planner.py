@@ -59,7 +59,7 @@ class SegmentPlan:
     variant     the chosen variant of a reused or exact segment
     beta        β, eq. 6, for that variant; None without a variant, like the next three
     gamma       γ, eq. 7
-    adjusted    β′, eq. 8
+    beta_prime  β′, eq. 8
     cfo         CFO, eq. 12
     recompute   int64 `[chosen]`, offsets in the segment of the tokens to recompute, ascending
     not_loaded  number of tokens that were computed instead of loaded (`RowReason.COMPUTED_INSTEAD`)
@@ -78,7 +78,7 @@ class SegmentPlan:
     variant: Variant | None = None
     beta: float | None = None
     gamma: float | None = None
-    adjusted: float | None = None
+    beta_prime: float | None = None
     cfo: float | None = None
     recompute: Offsets = field(default_factory=no_offsets)
     not_loaded: int = 0
@@ -311,7 +311,7 @@ def _at_origin(variant: Variant, config: ReuseConfig) -> SegmentPlan | None:
 
 def _without_fixing(outcome: SegmentOutcome, variant: Variant) -> SegmentPlan:
     """Return the plan for a variant whose context has not changed: CFO is 0."""
-    return SegmentPlan(outcome, variant=variant, beta=1.0, gamma=0.0, adjusted=1.0, cfo=0.0)
+    return SegmentPlan(outcome, variant=variant, beta=1.0, gamma=0.0, beta_prime=1.0, cfo=0.0)
 
 
 def _rank(plan: SegmentPlan, config: ReuseConfig) -> tuple[bool, bool, float, float]:
@@ -359,7 +359,7 @@ def _score(
     alpha = DEFAULT_ALPHA if config.method.alpha is None or has_own_ratio else config.method.alpha
     cfo = fix_overhead(alpha=alpha, cci=variant.cci, adjusted=adjusted)
     return SegmentPlan(
-        "reused", variant=variant, beta=beta, gamma=gamma, adjusted=adjusted, cfo=cfo
+        "reused", variant=variant, beta=beta, gamma=gamma, beta_prime=adjusted, cfo=cfo
     )
 
 

@@ -193,7 +193,7 @@ def candidates_of(
         prompt: the prompt of the request.
         plan: its plan.
         session: session of the request, see `session_of`.
-        scope: parts of the names that separate tenants and models, besides the session.
+        scope: namespace and fingerprint; parts of the names, besides the session.
         stand_in: passages are captured after this fixed passage.
         shared: instruction for captures that all users may reuse, if the prompt's own instruction is private.
         each_prefix: in a session, name the prefix up to each found segment, because no whole prompt of a
@@ -224,7 +224,8 @@ def candidates_of(
             segments=(instruction, stand_in, segment),
             fixed={1: len(stand_in.token_ids), 2: len(segment.token_ids)},
             session=owner,
-            first=frozenset((1, 2) if index in new_passages else (1,)),
+            never_stored=frozenset((1, 2) if index in new_passages else (1,)),
+            namespace=scope[0],
         )
 
     inexact = {
@@ -240,8 +241,10 @@ def candidates_of(
         fixed = {index: tokens for index, tokens in inexact.items() if index <= end}
         name = digest("prefix", *scope, session or "", _digest_of(segments[: end + 1]))
         count = max(fixed) + 1
-        first = frozenset(index for index in new_passages if index < count)
-        candidates[name] = Candidate(segments[:count], fixed, session, first=first)
+        never_stored = frozenset(index for index in new_passages if index < count)
+        candidates[name] = Candidate(
+            segments[:count], fixed, session, never_stored=never_stored, namespace=scope[0]
+        )
     return candidates
 
 
@@ -249,9 +252,9 @@ def largest(candidates: Iterable[Candidate]) -> list[Candidate]:
     """Return the candidates that are not the beginning of another one of their session, longest first."""
     kept: list[Candidate] = []
     for candidate in sorted(candidates, key=lambda item: -len(item.segments)):
-        session, ids = candidate.identity
+        owner, ids = candidate.identity
         if not any(
-            other.session == session and other.identity[1][: len(ids)] == ids for other in kept
+            other.identity[0] == owner and other.identity[1][: len(ids)] == ids for other in kept
         ):
             kept.append(candidate)
     return kept

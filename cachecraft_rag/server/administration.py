@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import hmac
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import asdict
 
-from cachecraft_rag.checks import check_flag, check_text
+from cachecraft_rag.checks import check_flag
 from cachecraft_rag.engine.base import AnswerEngine
-from cachecraft_rag.errors import ConfigError
-from cachecraft_rag.server.documents import read_body, read_priming
+from cachecraft_rag.server.documents import read_body, read_chunk_ids, read_priming
 from cachecraft_rag.server.wire import ADMIN_HEADER
 from cachecraft_rag.store import ChunkCacheStore, RowFilter
 
-NEEDS_KEY = f"to prime and evict, this server asks for its admin key in the header {ADMIN_HEADER}"
+_NEEDS_KEY = f"to prime and evict, this server asks for its admin key in the header {ADMIN_HEADER}"
+CLOSED = "this server primes and evicts for no client: start it with --admin-key-file"
 
 
-def is_admin(given: str, keys: Collection[str]) -> bool:
-    """Return True if this value of `ADMIN_HEADER` is one of the keys, or if there are none."""
-    return not keys or any(hmac.compare_digest(given.encode(), key.encode()) for key in keys)
+def refusal_of(given: str, keys: Collection[str] | None) -> str:
+    """Return why a request with this value of `ADMIN_HEADER` may change nothing; "" if it may.
+
+    `keys` None: every client may; (): none may.
+    """
+    if keys is None or any(hmac.compare_digest(given.encode(), key.encode()) for key in keys):
+        return ""
+    return _NEEDS_KEY if keys else CLOSED
 
 
 def prime(engine: AnswerEngine, body: bytes) -> dict[str, object]:
@@ -43,7 +48,7 @@ def evict(engine: AnswerEngine, body: bytes) -> dict[str, object]:
     chunks are dropped. Returns {"variants": number of variants removed, "nbytes": their bytes on disk}.
     """
     given = read_body(body, ("chunk_ids", "removed"))
-    ids = _chunk_ids(given)
+    ids = read_chunk_ids(given)
     is_removed = given.get("removed", False)
     check_flag("removed", is_removed)
     store = _store_of(engine)
@@ -57,19 +62,10 @@ def readmit(engine: AnswerEngine, body: bytes) -> dict[str, object]:
 
     The body is {"chunk_ids": [id, …]}. Returns {"removed": ids of all chunks that stay removed}.
     """
-    ids = _chunk_ids(read_body(body, ("chunk_ids",)))
+    ids = read_chunk_ids(read_body(body, ("chunk_ids",)))
     return {"removed": sorted(_store_of(engine).readmit_chunks(ids, namespace=engine.namespace))}
 
 
 def _store_of(engine: AnswerEngine) -> ChunkCacheStore:
     assert isinstance(engine.store, ChunkCacheStore), "a server has its store"
     return engine.store
-
-
-def _chunk_ids(body: Mapping[str, object]) -> tuple[str, ...]:
-    ids = body.get("chunk_ids")
-    if not isinstance(ids, list):
-        raise ConfigError('write {"chunk_ids": ["…"]}')
-    for chunk_id in ids:
-        check_text("each of chunk_ids", chunk_id)
-    return tuple(ids)

@@ -6,9 +6,9 @@ import json
 import operator
 from collections.abc import AsyncIterable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Literal, Protocol, Self, cast
 
-from cachecraft_rag.checks import check_flag, check_mapping, check_names
+from cachecraft_rag.checks import check_flag, check_mapping, check_names, check_text
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.prompt.builder import Turn, TurnRole
@@ -222,6 +222,22 @@ def read_body(body: bytes, names: Collection[str] | None = None) -> dict[str, An
     return dict(parsed)
 
 
+def read_chunk_ids(body: Mapping[str, object]) -> tuple[str, ...]:
+    """Return the ids in the field "chunk_ids" of a body; maybe empty."""
+    ids = body.get("chunk_ids")
+    if not isinstance(ids, list):
+        raise ConfigError('write {"chunk_ids": ["…"]}')
+    for chunk_id in ids:
+        check_text("each of chunk_ids", chunk_id)
+    return tuple(ids)
+
+
+def read_documents(documents: object) -> tuple[Chunk, ...]:
+    """Return the chunks in the field "documents" of a body, see `check_documents`."""
+    check_documents(documents)
+    return _chunks(cast(list[Mapping[str, object]], documents))
+
+
 @dataclass(frozen=True, slots=True)
 class PrimingRequest:
     """A request to prime one document.
@@ -245,11 +261,9 @@ def read_priming(body: bytes, *, context_length: int) -> PrimingRequest:
     """
     given = read_body(body, ("documents", "related", "estimate"))
     related = given.get("related", [])
-    check_documents(given.get("documents"))
-    check_documents(related)
     check_flag("estimate", given.get("estimate", False))
-    chunks = _chunks(given["documents"])
-    related_chunks = _chunks(related)
+    chunks = read_documents(given.get("documents"))
+    related_chunks = read_documents(related)
     sizes = [len(chunk.text) for chunk in (*chunks, *related_chunks)]
     if sum(sizes) > MOST_PRIMED:
         raise ConfigError(

@@ -17,6 +17,7 @@ MOST_PRIMED = 4 << 20  # characters per request to prime: a book of a thousand p
 MOST_BODY = 6 * MOST_PRIMED  # bytes: JSON may write a character as \uXXXX
 MOST_REMEMBERED = 1000  # answers whose statistics a server keeps
 LONGEST_SESSION = 256  # characters
+LOOPBACK = ("127.0.0.1", "localhost", "::1")  # hosts that only this computer reaches
 
 CHAT = "/v1/chat/completions"
 FACTS = "/v1/cachecraft"
@@ -25,6 +26,7 @@ REQUESTS = "/v1/cachecraft/requests"  # "/" and the answer's id follow
 PRIME = "/v1/cachecraft/prime"
 EVICT = "/v1/cachecraft/evict"
 READMIT = "/v1/cachecraft/readmit"
+HOLDS = "/v1/cachecraft/holds"
 
 # Files of a model's folder that a server sends to clients.
 TOKENIZER_FILES = (

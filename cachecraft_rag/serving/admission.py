@@ -13,7 +13,7 @@ from cachecraft_rag.compute.overlapped import Wait
 from cachecraft_rag.errors import BusyError, WaitTimeoutError
 from cachecraft_rag.planning.config import ReuseConfig, Scope
 from cachecraft_rag.planning.planner import Plan
-from cachecraft_rag.serving.step_loop import LoopTask
+from cachecraft_rag.serving.loop.task import LoopTask
 from cachecraft_rag.types.prompts import Prompt
 
 
@@ -47,21 +47,26 @@ class FutureVariant:
 class FutureCaptures:
     """The captures that one request will make.
 
-    variants  the chunk-caches
-    computed  whether they are computed
-    submit    hands them to write-back
+    variants   the chunk-caches
+    computed   whether they are computed
+    submit     hands them to write-back
+    namespace  their tenant
     """
 
     variants: list[FutureVariant] = field(default_factory=list)
     computed: bool = False
     submit: Callable[[], object] | None = None
+    namespace: str = ""
 
-    def expect(self, prompt: Prompt, plan: Plan, *, session: str | None) -> None:
+    def expect(
+        self, prompt: Prompt, plan: Plan, *, session: str | None, namespace: str = ""
+    ) -> None:
         """Add to `variants` the segments that a plan computes and that will be stored.
 
         Left out are the last segment and every question, passages found in unmarked text, and, without a session,
         private segments and all after them. With a session, the variants of these belong to it.
         """
+        self.namespace = namespace
         ids = tuple(segment.segment_id for segment in prompt.segments)
         is_private = False
         for index, (segment, planned) in enumerate(
@@ -76,8 +81,12 @@ class FutureCaptures:
                 owner = session if is_private else None
                 self.variants.append(FutureVariant(ids[index], ids[:index], owner))
 
-    def serve(self, prompt: Prompt, config: ReuseConfig, *, session: str | None) -> bool:
-        """Return True if a prompt can use at least one of `variants`, see `FutureVariant.serves`."""
+    def serve(
+        self, prompt: Prompt, config: ReuseConfig, *, session: str | None, namespace: str = ""
+    ) -> bool:
+        """Return True if a prompt of this tenant can use at least one of `variants`, see `FutureVariant.serves`."""
+        if namespace != self.namespace:
+            return False
         ids = tuple(segment.segment_id for segment in prompt.segments[:-1])
         wanted = [FutureVariant(name, ids[:index], session) for index, name in enumerate(ids)]
         return any(

@@ -149,16 +149,17 @@ def answer_text(
     """
     answer = AnswerText(request.sampling, tokenizer, end_tokens)
     for token in tokens:
-        progress.drew(token, at=request.clock())
+        progress.first_token_s = progress.first_token_s or request.clock()
+        progress.tokens.append(token)
         text = answer.take(token)
-        progress.read(answer.generated)
-        progress.finished(answer.finish)
+        progress.generated = answer.generated
+        progress.finish = answer.finish
         if text:
             yield text
         if answer.finish is not None:
             return
 
     rest = answer.rest()
-    progress.finished(answer.finish)
+    progress.finish = answer.finish
     if rest:
         yield rest

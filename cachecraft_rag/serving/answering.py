@@ -29,10 +29,11 @@ from cachecraft_rag.serving.admission import AdmissionQueue, FutureCaptures
 from cachecraft_rag.serving.answer_text import AnswerText
 from cachecraft_rag.serving.audits.auditor import Auditor
 from cachecraft_rag.serving.audits.predictions import Predictions
+from cachecraft_rag.serving.loop.step_loop import StepLoop
+from cachecraft_rag.serving.loop.task import LoopTask, Priority
 from cachecraft_rag.serving.new_variants import LookUp, VariantMaker
 from cachecraft_rag.serving.request import Request, RequestProgress
 from cachecraft_rag.serving.sampling import Sampler
-from cachecraft_rag.serving.step_loop import LoopTask, Priority, StepLoop
 from cachecraft_rag.serving.token_queue import AnswerPiece, TokenQueue
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.store.loading.loader import Loader
@@ -141,16 +142,23 @@ class Answering:
                 )
 
             admission.begin(task)
-            progress.got_turn(after_s=time.perf_counter() - began)
+            progress.queued_s = time.perf_counter() - began
             if request.config.reuse:
                 yield from self._captures_of_others(request)
             is_out_of_date = request.config.reuse and changes != self._changes
             if plan is None or is_out_of_date:
                 plan = yield self.loop.aside(self._plan, request, progress, plan)
-            progress.planned(plan.resolved.plan, plan.resolved.tiers, at=request.clock())
+            progress.plan = plan.resolved.plan
+            progress.tiers = plan.resolved.tiers
+            progress.planned_s = request.clock()
 
             if request.config.capture:
-                captures.expect(request.prompt, progress.plan, session=request.session)
+                captures.expect(
+                    request.prompt,
+                    progress.plan,
+                    session=request.session,
+                    namespace=request.namespace,
+                )
                 self._captures.append(captures)
             return (yield from self._compute(task, request, progress, plan, captures))
         except BaseException:
@@ -189,7 +197,12 @@ class Answering:
         return [
             captures
             for captures in self._captures
-            if captures.serve(request.prompt, request.config, session=request.session)
+            if captures.serve(
+                request.prompt,
+                request.config,
+                session=request.session,
+                namespace=request.namespace,
+            )
         ]
 
     def _captures_of_others(self, request: Request) -> Generator[Until, bool, None]:
@@ -232,8 +245,8 @@ class Answering:
         with self.loop.timer("planning"):
             if request.config.reuse:
                 segments = [segment for segment in prompt.segments if segment.kind != "question"]
-                found = self.look_up(segments, session=request.session)
-                progress.looked_up(found.remote)
+                found = self.look_up(segments, session=request.session, namespace=request.namespace)
+                progress.remote = found.remote
                 progress.removed.update(found.removed)
             return resolve(
                 prompt,
@@ -265,12 +278,10 @@ class Answering:
             )
             result: PrefillResult = yield from prefill.steps()
 
-        progress.prefilled(
-            executed_plan(resolved, loads, result),
-            waited_s=task.load_s,
-            row_layers=result.row_layers,
-            focus_layer=result.focus_layer,
-        )
+        progress.plan = executed_plan(resolved, loads, result)
+        progress.waited_s = task.load_s
+        progress.row_layers = result.row_layers
+        progress.focus_layer = result.focus_layer
         captures.submit = partial(self._submit, request, progress, result)
         captures.computed = True
         with self.loop.timer("logits"):
@@ -289,6 +300,7 @@ class Answering:
             request.session,
             removed=progress.removed,
             reused=[planned.variant for planned in progress.plan.segments],
+            namespace=request.namespace,
         )
         self.write_back.submit(result.recorder, result.buffer.kv[:, 0], context)
         self.stored_changed()
@@ -340,7 +352,7 @@ class Answering:
         output = yield from self.prefill(task, request, progress, captures)
         try:
             int(output.logits.argmax())  # waits for a GPU, as drawing the first token would
-            progress.drew_first(at=request.clock())
+            progress.first_token_s = request.clock()
             known: list[int] = []
             if target is not None:
                 logits = yield from self._predict(request, output, target)
@@ -350,8 +362,8 @@ class Answering:
                 logits = yield from self._predict(request, output, progress.tokens)
         finally:
             self._finish(request, progress, captures)
-        progress.read(last.generated)
-        progress.finished(last.finish)
+        progress.generated = last.generated
+        progress.finish = last.finish
         return queue.text() + last.text, logits
 
     def _decode(
@@ -377,7 +389,8 @@ class Answering:
             predictions.note(output.logits)
         token = known[0] if known else sampler.draw(output.logits)
         while True:
-            progress.drew(token, at=request.clock())
+            progress.first_token_s = progress.first_token_s or request.clock()
+            progress.tokens.append(token)
             piece = text.take(token)
             if text.finish is not None:
                 return AnswerPiece(piece, text.generated, text.finish)
@@ -426,7 +439,11 @@ class Answering:
                     self._note(request, progress.plan)
             elif config.capture:
                 candidate = Candidate.of(
-                    request.prompt, progress.plan, config, session=request.session
+                    request.prompt,
+                    progress.plan,
+                    config,
+                    session=request.session,
+                    namespace=request.namespace,
                 )
             self.new_variants.answered(request.prompt.bounds[-1], candidate)
         except Exception:  # of the store: the answer itself is complete
@@ -434,7 +451,7 @@ class Answering:
 
     def _note(self, request: Request, plan: Plan) -> None:
         """Note the unmarked text of a prompt, and have captured what was seen before."""
-        scope = (self.namespace, self.decoder.fingerprint)
+        scope = (request.namespace or self.namespace, self.decoder.fingerprint)
         candidates = candidates_of(
             request.prompt,
             plan,

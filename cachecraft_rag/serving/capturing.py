@@ -10,7 +10,8 @@ from cachecraft_rag.compute.driver import Work, prefill_steps
 from cachecraft_rag.compute.job import PrefillJob
 from cachecraft_rag.compute.rows import Rows
 from cachecraft_rag.model.decoder import Decoder
-from cachecraft_rag.serving.step_loop import LoopTask, StepLoop
+from cachecraft_rag.serving.loop.step_loop import StepLoop
+from cachecraft_rag.serving.loop.task import LoopTask
 from cachecraft_rag.types.captures import RemovedChunks
 from cachecraft_rag.types.prompts import Prompt
 
@@ -23,7 +24,9 @@ class LocalCapturer:
     loop: StepLoop
     write_back: WriteBackQueue
 
-    def capture(self, prompt: Prompt, captures: Sequence[int], *, primed: bool) -> None:
+    def capture(
+        self, prompt: Prompt, captures: Sequence[int], *, primed: bool, namespace: str
+    ) -> None:
         """Compute a prompt, capture segments (ascending), and wait until they are stored or dropped.
 
         What is stored already is captured again; segments after the last capture are not computed. A capture that the
@@ -40,6 +43,7 @@ class LocalCapturer:
             session=None,
             primed=primed,
             removed=self.write_back.follow(RemovedChunks()),
+            namespace=namespace,
         )
 
         # an interruption of the caller falls before `submit` or after it

@@ -72,7 +72,7 @@ class Generation(Iterator[str], AsyncIterator[str]):
                 self._ended(self._stats, None)
             raise
         except BaseException as error:  # Ctrl-C too ends the answer
-            self._progress.failed()
+            self._progress.finish = "failed"
             self._pieces.close()
             if self._end():
                 self._ended(self._stats, type(error).__name__)

@@ -27,7 +27,8 @@ from cachecraft_rag.planning.planner import make_plan
 from cachecraft_rag.serving.config import NewVariants
 from cachecraft_rag.serving.idle.loop_runner import LoopRunner
 from cachecraft_rag.serving.idle.work import Among, GivenUp, IdleWork, Runner
-from cachecraft_rag.serving.step_loop import Priority, StepLoop
+from cachecraft_rag.serving.loop.step_loop import StepLoop
+from cachecraft_rag.serving.loop.task import Priority
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.store.loading.loader import Loader
 from cachecraft_rag.store.loading.pending import PendingLoads
@@ -297,7 +298,8 @@ class VariantMaker(VariantWork):
             prompt.bounds,
             [1.0] * len(prompt.segments),
             candidate.session,
-            extra_variants=candidate.fixed.keys() - candidate.first,
+            extra_variants=candidate.fixed.keys() - candidate.never_stored,
+            namespace=candidate.namespace,
         )
         refused = None
         for capture in result.recorder.captures:
@@ -316,7 +318,9 @@ class VariantMaker(VariantWork):
 
     def _plan(self, candidate: Candidate) -> tuple[Prompt, Resolved, PendingLoads] | Dropped:
         """Plan up to the last chunk that is not stored after its prefix, and begin to load; or say why not."""
-        found = self._look_up(candidate.segments, session=candidate.session)
+        found = self._look_up(
+            candidate.segments, session=candidate.session, namespace=candidate.namespace
+        )
         if found.removed:  # by a process that could not tell this one
             return Dropped.REMOVED
         missing = missing_of(candidate, found)

@@ -73,7 +73,7 @@ def segment_reports(plan: Plan, tiers: Mapping[str, TierName]) -> tuple[SegmentR
             recomputed=len(planned.recompute),
             not_loaded=planned.not_loaded,
             cfo=planned.cfo,
-            beta_prime=planned.adjusted,
+            beta_prime=planned.beta_prime,
             variant_id=variant_id,
             tier=None if variant_id is None else tiers.get(variant_id),
             primed=planned.variant is not None and planned.variant.primed,
@@ -94,6 +94,7 @@ class Request:
     request_id  32 random hex digits, unless given
     constraint  the grammar of its answer, for one answer only
     quality     reason for the recompute ratio, if a quality target chose it; else empty
+    namespace   tenant whose chunk-caches it may use; "": the engine's own
     """
 
     prompt: Prompt
@@ -104,6 +105,12 @@ class Request:
     request_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     constraint: Constraint | None = None
     quality: str = ""
+    namespace: str = ""
+
+    @property
+    def owner(self) -> tuple[str, str | None]:
+        """Tenant and session, which may see its statistics."""
+        return self.namespace, self.session
 
     def clock(self) -> float:
         """Return the seconds since `started`, the time at which the question was asked."""
@@ -112,7 +119,7 @@ class Request:
 
 @dataclass
 class RequestProgress:
-    """State of a request so far. Only its methods change it; times are in seconds since the call.
+    """State of a request so far, set while it is carried out; times are in seconds since the call.
 
     queued_s       time spent waiting for its turn
     planned_s      end of its planning
@@ -149,29 +156,6 @@ class RequestProgress:
     refused: str = ""
     removed: RemovedChunks = field(default_factory=RemovedChunks)
 
-    def got_turn(self, *, after_s: float) -> None:
-        """Note in `queued_s` that the request waited so many seconds for its turn."""
-        self.queued_s = after_s
-
-    def looked_up(self, remote: str | None) -> None:
-        """Note the outcome of the remote look-up, see `RequestStats.remote`; None: no remote, or it was not asked."""
-        self.remote = remote
-
-    def planned(self, plan: Plan, tiers: Mapping[str, TierName], *, at: float) -> None:
-        """Note the plan, the tiers of its variants by variant id, and the end of planning in seconds since the call."""
-        self.plan = plan
-        self.tiers = tiers
-        self.planned_s = at
-
-    def prefilled(
-        self, plan: Plan, *, waited_s: float, row_layers: int, focus_layer: int | None
-    ) -> None:
-        """Note the plan as it was carried out, and what it computed; the arguments are the fields of these names."""
-        self.plan = plan
-        self.waited_s = waited_s
-        self.row_layers = row_layers
-        self.focus_layer = focus_layer
-
     def reported(self, report: Mapping[str, Any]) -> None:
         """Take over the report of another process that carried the plan out.
 
@@ -202,43 +186,25 @@ class RequestProgress:
         """Return the reports of the segments, in order: those of `reported` once it was called, else of the plan."""
         return segment_reports(self.plan, self.tiers) if self.reports is None else self.reports
 
-    def drew_first(self, *, at: float) -> None:
-        """Note the time of the first token, in seconds since the call, unless one was noted before."""
-        self.first_token_s = self.first_token_s or at
-
-    def drew(self, token: int, *, at: float) -> None:
-        """Append a token id to `tokens`; of its time, in seconds since the call, only that of the first is kept."""
-        self.drew_first(at=at)
-        self.tokens.append(token)
-
-    def read(self, generated: int) -> None:
-        """Note that the reader has read up to this number of tokens; a smaller number than before changes nothing."""
-        self.generated = max(self.generated, generated)
-
-    def finished(self, finish: Finish | None) -> None:
-        """Note how the answer ended; None while it goes on, or if it failed. Replaces the value noted before."""
-        self.finish = finish
-
-    def failed(self) -> None:
-        """Note that an exception ended the answer: `finish` becomes "failed", whatever it was."""
-        self.finish = "failed"
-
     def end(self, request: Request, finish: Finish) -> None:
         """Note how the request ended, and the present time as its end, each unless it was noted before."""
         self.finish = self.finish or finish
         self.ended_s = self.ended_s or request.clock()
 
 
-def unchanged_tokens(prompt: Prompt, reports: Sequence[SegmentReport], *, first: int = 0) -> int:
+def unchanged_tokens(
+    prompt: Prompt, reports: Sequence[SegmentReport], *, counted_from: int = 0
+) -> int:
     """Return how many tokens of a prompt were taken from chunk-caches without a change.
 
-    Only positions from `first` on count. In the segment with that position, as many as possible are taken to follow it.
+    Only positions from `counted_from` on count. In the segment with that position, as many as possible are taken to
+    follow it.
     """
     total = 0
     for start, end, report in zip(prompt.bounds, prompt.bounds[1:], reports, strict=False):
         if report.stored:
             unchanged = end - start - report.not_loaded - report.recomputed
-            total += min(unchanged, max(0, end - max(start, first)))
+            total += min(unchanged, max(0, end - max(start, counted_from)))
     return total
 
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 
 from cachecraft_rag.observability.stats import Finish
+from cachecraft_rag.serving.loop.task import Handle
 from cachecraft_rag.serving.request import RequestProgress
-from cachecraft_rag.serving.step_loop import Handle
 from cachecraft_rag.store.processes import HomeProcess
 
 MAX_UNREAD = 4  # tokens that wait for the reader; beyond it the answer is not decoded further
@@ -95,9 +95,9 @@ class Reader(Handle, Iterator[str]):
                 self._queue.pieces.put(piece)  # type: ignore[unreachable]  # for a further thread that waits
                 break
 
-            self._progress.read(piece.generated)
+            self._progress.generated = max(self._progress.generated, piece.generated)
             if piece.finish is not None or piece.error is not None:
-                self._progress.finished(piece.finish)
+                self._progress.finish = piece.finish
                 self.closed = True
                 self._queue.pieces.put(_WAKE_UP)
             if piece.error is not None:

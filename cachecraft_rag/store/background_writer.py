@@ -93,6 +93,7 @@ class BackgroundWriter:
                 self._memory.host.add(variant, capture.kv)
                 stored = partial(self._done, variant, ticket)
                 future = self.submit(partial(self._store, variant, capture), ended=stored)
+                self._evict_by_rules()
                 if future is not None:
                     return future
                 self._done(variant, ticket)
@@ -135,6 +136,7 @@ class BackgroundWriter:
                 self._uses_scheduled = True
             if is_due:
                 self.submit(self.write_uses)
+                self._evict_by_rules()
         except BaseException:  # Ctrl-C: the next use tries again
             if is_due:
                 self._uses_scheduled = False
@@ -143,6 +145,16 @@ class BackgroundWriter:
     def discard(self, file: FileRef, chunk_id: str, reason: str) -> None:
         """Remove the row and the file of a variant that can never be served, in the background, with a warning."""
         self.submit(partial(self._discard, file, chunk_id, reason))
+
+    def _evict_by_rules(self) -> None:
+        if self._durable.rules_are_due():
+            self.submit(self._apply_rules)
+
+    def _apply_rules(self) -> None:
+        try:
+            self._durable.apply_rules()
+        except StoreError as error:
+            self._warn_once("rules", f"Eviction rules are applied later: {error}")
 
     def submit(
         self, job: Callable[[], T], *, ended: Callable[[Future[T]], object] | None = None

@@ -28,10 +28,15 @@ class FileRef:
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """A row of `ChunkCacheStore.rows`: the variant and the bytes of its file, header included."""
+    """A row of `ChunkCacheStore.rows`.
+
+    file_bytes  bytes of its file, header included
+    last_used   time of its last use, or of its capture before the first use, in seconds since 1970
+    """
 
     variant: Variant
     file_bytes: int
+    last_used: float
 
 
 @dataclass(frozen=True, slots=True)

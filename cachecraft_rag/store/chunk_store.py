@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, replace
 from functools import partial
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from cachecraft_rag.checks import (
     MOST_SECONDS,
+    check_callable,
     check_kind,
     check_names,
     check_number,
@@ -25,16 +26,10 @@ from cachecraft_rag.checks import (
 )
 from cachecraft_rag.errors import ConfigError, StoreError
 from cachecraft_rag.store.background_writer import BackgroundWriter, log_mistake
-from cachecraft_rag.store.catalog import Catalog
+from cachecraft_rag.store.catalog.eviction_rules import EvictionRule
 from cachecraft_rag.store.catalog.found_texts import MarkedText
-from cachecraft_rag.store.catalog_records import (
-    DamagedRow,
-    FileRef,
-    Limits,
-    Listed,
-    RowFilter,
-    Totals,
-)
+from cachecraft_rag.store.catalog.variant_finder import VariantFinder
+from cachecraft_rag.store.catalog_records import FileRef, Limits, Listed, RowFilter, Totals
 from cachecraft_rag.store.closeable import Closeable
 from cachecraft_rag.store.config import DEFAULT_LIMITS, IN_STORE_TUNING, StoreConfig, StoreStats
 from cachecraft_rag.store.durable import CheckReport, DurableVariants, Evicted, file_of
@@ -54,7 +49,7 @@ from cachecraft_rag.types.store_reasons import (
     LoadFailure,
     Unavailable,
 )
-from cachecraft_rag.types.variants import LoadedVariant, Payload, TierName, Variant
+from cachecraft_rag.types.variants import HeldChunk, LoadedVariant, TierName, Variant
 
 if TYPE_CHECKING:
     import torch
@@ -69,7 +64,7 @@ class ChunkCacheStore(Closeable):
     After `close` look-ups, loads and reads of the catalog raise StoreError, and captures are dropped.
     """
 
-    def __init__(self, root: Path, config: StoreConfig) -> None:
+    def __init__(self, root: Path, config: StoreConfig, rules: Sequence[EvictionRule] = ()) -> None:
         """Use `open`."""
         self.root = root
         self._home = HomeProcess("chunk-cache store")
@@ -84,6 +79,7 @@ class ChunkCacheStore(Closeable):
             on_removed=self._memory.remove,
             throttle=Throttle(config.tuning.read_bytes_per_s),
             policy=None if config.eviction is None else policy_named(config.eviction),
+            rules=rules,
         )
         policy = self._durable.catalog.policy
         self._memory.follow(policy)
@@ -117,15 +113,32 @@ class ChunkCacheStore(Closeable):
             codec=config.codec,
             warn_once=self._warn_once,
         )
+        self._finder = VariantFinder(
+            self._durable.catalog,
+            self._remote,
+            is_usable=self._is_usable,
+            discard=self._writer.discard,
+            warn_once=self._warn_once,
+        )
         if self._durable.read_only:
             self._warn_once(
                 CaptureDrop.READ_ONLY,
-                f"{root} cannot be written: what it holds is reused, and nothing is added to it",
+                f"{root} cannot be written: what it holds is reused, and nothing is added to it"
+                + (", or evicted by the rules" if rules else ""),
             )
 
     @classmethod
-    def open(cls, root: str | Path, config: StoreConfig | None = None, **settings: Any) -> Self:
+    def open(
+        cls,
+        root: str | Path,
+        config: StoreConfig | None = None,
+        *,
+        rules: Sequence[EvictionRule] = (),
+        **settings: Any,
+    ) -> Self:
         """Open or create the store in the folder `root`; `settings` override fields of `config`.
+
+        Chunk-caches that one of the `rules` evicts leave now and while the store is used, see `catalog.eviction_rules`.
 
         Limits and a policy that are set are stored with the folder. A store of another version is moved to "set-aside";
         a folder that cannot be written is opened `read_only`. Both log a warning.
@@ -138,7 +151,10 @@ class ChunkCacheStore(Closeable):
             what="store setting",
             hints=IN_STORE_TUNING,
         )
-        return cls(Path(root).absolute(), replace(config or StoreConfig(), **settings))
+        check_kind("rules", rules, (list, tuple), advice="write rules=[rule]")
+        for rule in rules:
+            check_callable("each of rules", rule, optional=False)
+        return cls(Path(root).absolute(), replace(config or StoreConfig(), **settings), rules)
 
     @property
     def read_only(self) -> bool:
@@ -179,120 +195,45 @@ class ChunkCacheStore(Closeable):
         self._check_open()
         check_text("namespace", namespace)
         check_text("session", session, optional=True)
-        lookup = LookupResult({chunk_id: [] for chunk_id in chunk_ids})
-        self._find_here(lookup, namespace, fingerprint, session=session, bounds=bounds)
-        if self._remote is not None:
-            # After the catalog, not at the same time: the catalog takes a millisecond, and the remote need not be asked
-            # for chunks that it has.
-            few = [
-                name
-                for name, here in lookup.variants.items()
-                if len(here) < self._remote.config.tuning.ask_below
-            ]
-            there = (
-                self._remote.find(namespace, fingerprint, few, bounds) if few else LookupResult({})
-            )
-            # for variants in both places, the catalog's row is kept
-            for chunk_id, offers in there.variants.items():
-                here = {variant.variant_id for variant in lookup.variants[chunk_id]}
-                lookup.variants[chunk_id] += [
-                    variant for variant in offers if variant.variant_id not in here
-                ]
-            lookup.refused.update(there.refused)
-            lookup = replace(lookup, remote=there.remote)
-        lookup = self._without_removed(lookup, namespace)
+        lookup = self._finder.find(
+            namespace, fingerprint, chunk_ids, session=session, bounds=bounds
+        )
         with self._lock:
             self._lookups.update(lookup.outcomes())
         return lookup
 
-    def _find_here(
+    def held(
         self,
-        lookup: LookupResult,
         namespace: str,
         fingerprint: str,
+        chunk_ids: Sequence[str],
         *,
-        session: str | None,
-        bounds: RowBounds | None,
-    ) -> None:
-        """Fill in the variants of the catalog."""
-        payload = Payload(bounds.layout if bounds is not None else None)
+        session: str | None = None,
+    ) -> list[HeldChunk]:
+        """Return what this store holds of each chunk, in the order given: shared variants and those of `session`.
 
-        def find(catalog: Catalog) -> tuple[dict[str, list[Variant]], list[DamagedRow]]:
-            return catalog.find(
-                namespace, fingerprint, list(lookup.variants), session=session, payload=payload
-            )
-
-        nothing: tuple[dict[str, list[Variant]], list[DamagedRow]] = ({}, [])
-        variants, damaged = self._asked("Nothing can be reused", find, instead=nothing)
-        flawed = [(row.file, row.chunk_id, row.reason) for row in damaged]
-        for variant in itertools.chain.from_iterable(variants.values()):
-            if bounds is not None and (flaw := bounds.flaw(variant)):
-                flawed.append(
-                    (FileRef(variant.variant_id, variant.created), variant.key.chunk_id, flaw)
-                )
-            else:
-                lookup.variants[variant.key.chunk_id].append(variant)
-        for file, chunk_id, reason in flawed:
-            lookup.refused[chunk_id] = reason
-            self._writer.discard(file, chunk_id, reason)
-
-    def _without_removed(self, lookup: LookupResult, namespace: str) -> LookupResult:
-        """Return the look-up without variants that hold or were shaped by a removed chunk.
-
-        Those on the remote are removed there: other engines may have sent them. So are inexact ones that are older than
-        the latest removal, because a remote does not say what has shaped them beside their origin prefix. Rows in the
-        catalog are there only if a removal was interrupted.
+        A remote is not asked, and the call is not counted as a look-up. If the catalog cannot be read, a warning is
+        logged and nothing is held.
         """
-        names = set(lookup.variants)
-        for variant in itertools.chain.from_iterable(lookup.variants.values()):
-            names.update(variant.key.origin_prefix)
-        nothing: frozenset[str] = frozenset()
-        removed = self._asked(
-            "Removed chunks are not known",
-            lambda catalog: catalog.removals.among(names, namespace),
-            instead=nothing,
-        )
-        latest = self._asked(
-            "Removed chunks are not known",
-            lambda catalog: catalog.removals.latest(namespace) if self._remote is not None else 0.0,
-            instead=0.0,
-        )
-        if not removed and not latest:
-            return lookup
-        kept: dict[str, list[Variant]] = {}
-        for chunk_id, variants in lookup.variants.items():
-            kept[chunk_id] = []
-            for variant in variants:
-                on_remote = variant.home == "remote"
-                is_unknown = on_remote and variant.exact_share < 1.0 and variant.created <= latest
-                if not variant.key.holds(removed) and not is_unknown:
-                    kept[chunk_id].append(variant)
-                elif on_remote:
-                    self._remove_from_remote([variant])
-        return replace(lookup, variants=kept, removed=removed.intersection(kept))
-
-    def _remove_from_remote(self, variants: Iterable[Variant]) -> None:
-        for variant in variants:
-            if self._remote is not None and variant.session is None:
-                self._remote.remove(variant)
+        self._check_open()
+        check_text("namespace", namespace)
+        check_text("session", session, optional=True)
+        lookup = self._finder.find_here(namespace, fingerprint, chunk_ids, session=session)
+        return [
+            HeldChunk(
+                chunk_id,
+                tokens=max((variant.tokens for variant in lookup.variants[chunk_id]), default=0),
+                in_memory=any(variant in self._memory for variant in lookup.variants[chunk_id]),
+            )
+            for chunk_id in chunk_ids
+        ]
 
     def token_scores(self, variant_ids: Sequence[str]) -> dict[str, TokenScores]:
         """Return variant id → token scores, copies; `inter` is None where none are known.
 
         Those of a variant on the remote are known only if this process has seen its row in a look-up.
         """
-        known: dict[str, TokenScores] = self._asked(
-            "No token scores", lambda catalog: catalog.token_scores(variant_ids), instead={}
-        )
-        scores = {variant_id: known.get(variant_id, TokenScores()) for variant_id in variant_ids}
-        if self._remote is not None:
-            unknown = [
-                variant_id
-                for variant_id, variant_scores in scores.items()
-                if variant_scores.inter is None
-            ]
-            scores |= self._remote.token_scores(unknown)
-        return scores
+        return self._finder.token_scores(variant_ids)
 
     def seen_texts(self, names: Sequence[str]) -> set[str]:
         """Note that these texts were seen in prompts; return those seen before (see `FoundTexts.seen`).
@@ -302,7 +243,7 @@ class ChunkCacheStore(Closeable):
         self._check_open()
         if self._durable.read_only:
             return set()
-        return self._asked(
+        return self._finder.ask(
             "Texts cannot be counted", lambda catalog: catalog.texts.seen(names), instead=set()
         )
 
@@ -315,20 +256,11 @@ class ChunkCacheStore(Closeable):
         session: str | None = None,
     ) -> list[MarkedText]:
         """Return the texts with one of these marks, see `FoundTexts.marked`; [] if the catalog cannot be read."""
-        return self._asked(
+        return self._finder.ask(
             "No text is recognised",
             lambda catalog: catalog.texts.marked(namespace, fingerprint, marks, session=session),
             instead=[],
         )
-
-    def _asked(self, problem: str, ask: Callable[[Catalog], T], *, instead: T) -> T:
-        """Return the catalog's answer; `instead`, with a warning, if it cannot be read or the folder is gone."""
-        self._check_open()
-        try:
-            return instead if self._gone() else ask(self._durable.catalog)
-        except StoreError as error:
-            self._warn_once(problem, f"{problem}: {error}")
-            return instead
 
     def open_variants(
         self, variants: Sequence[Variant]
@@ -599,11 +531,11 @@ class ChunkCacheStore(Closeable):
             rows = self._durable.remove_chunks(names, namespace=namespace, refused=refused)
         finally:
             self._finish_interrupted()
-        self._remove_from_remote(row.variant for row in rows if isinstance(row, Listed))
         if self._remote is not None:
+            self._remote.remove_shared(row.variant for row in rows if isinstance(row, Listed))
             for scope in self._durable.catalog.scopes(namespace):
                 found = self._remote.find(*scope, names)
-                self._remove_from_remote(itertools.chain.from_iterable(found.variants.values()))
+                self._remote.remove_shared(itertools.chain.from_iterable(found.variants.values()))
         files = {file_of(row) for row in rows}
         return Evicted(len(files), sum(file.file_bytes for file in files))
 
@@ -727,6 +659,10 @@ class ChunkCacheStore(Closeable):
     def _count_load(self, tier: TierName) -> None:
         with self._lock:
             self._loads[tier] += 1
+
+    def _is_usable(self) -> bool:
+        self._check_open()
+        return not self._gone()
 
     def _gone(self) -> bool:
         """Return True if the folder has vanished; log a warning once."""

@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import fcntl
 import logging
+import math
 import os
 import shutil
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -26,6 +28,7 @@ from typing import Literal, Protocol, runtime_checkable
 
 from cachecraft_rag.errors import StoreError
 from cachecraft_rag.store.catalog import Catalog, DiskFullError, OtherVersionError
+from cachecraft_rag.store.catalog.eviction_rules import SECONDS_BETWEEN_RUNS, EvictionRule
 from cachecraft_rag.store.catalog_records import DamagedRow, FileRef, Limits, Listed, RowFilter
 from cachecraft_rag.store.eviction import Policy
 from cachecraft_rag.store.files.audit_file import forget_texts
@@ -128,13 +131,16 @@ class DurableVariants:
         on_removed: Callable[[str, float], None],
         throttle: Throttle | None = None,
         policy: Policy | None = None,
+        rules: Sequence[EvictionRule] = (),
     ) -> None:
-        """Open the folder, remove files left by killed writers, and apply the limits.
+        """Open the folder, remove files left by killed writers, and apply the limits and the rules.
 
         `limits` are stored with the folder; other limits keep their stored values, by default `defaults`.
         """
         self._on_removed = on_removed
         self._busy_timeout_s = busy_timeout_s
+        self._rules = tuple(rules)
+        self._rules_applied = -math.inf
         self._lock = threading.Lock()
         self._unsettled: list[FileRef] = []
         self._interrupted: list[FileRef] = []
@@ -164,6 +170,7 @@ class DurableVariants:
             over, why = self.catalog.over(self.limits)
             if over:
                 self._evict(over, why)
+            self.apply_rules()
         except OSError as error:
             self.close()
             raise _unusable(root, error) from error
@@ -305,6 +312,22 @@ class DurableVariants:
             ) from error
         forget_texts(root, namespace, busy_timeout_s=self._busy_timeout_s)
         return found
+
+    def rules_are_due(self) -> bool:
+        """Return True if there are eviction rules and they were not applied within the last `SECONDS_BETWEEN_RUNS`."""
+        passed = time.time() - self._rules_applied
+        is_recent = 0.0 <= passed < SECONDS_BETWEEN_RUNS
+        return bool(self._rules) and not is_recent and not self.read_only
+
+    def apply_rules(self) -> None:
+        """Remove rows and files that one of the eviction rules evicts now."""
+        if not self.rules_are_due() or self.gone():
+            return
+        now = time.time()
+        self._rules_applied = now
+        files = [file_of(row) for row in self.catalog.ruled_out(self._rules, now)]
+        if files:
+            self._evict(files, EvictionReason.RULE)
 
     def _remove_shaped(
         self, chunk_ids: Sequence[str], namespace: str | None

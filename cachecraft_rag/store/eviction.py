@@ -5,9 +5,9 @@ each new score starts from it, and it follows the scores of evicted variants (th
 GreedyDual-Size-Frequency, Cherkasova 1998). The caller keeps the clock and passes it in, so all functions are pure.
 
 To add a rule for the score, write a `Policy` and register it in `POLICIES`; `StoreConfig.eviction` then accepts its
-name. A policy sees neither age nor time. Rules that remove variants whatever their score, such as `variants_per_chunk`,
-run in `Catalog.commit`, each with its limit in `Limits` and its `EvictionReason`. `Variant.created` dates a variant,
-and a `RowFilter` with `created_before` selects the older ones.
+name. A policy sees neither age nor time: `catalog.eviction_rules` removes variants by these, whatever their score.
+Limits on sums, such as `variants_per_chunk`, run in `Catalog.commit`, each with its field in `Limits` and its
+`EvictionReason`.
 """
 
 from __future__ import annotations

@@ -208,6 +208,10 @@ class Memory:
         """Return the tensor of this very capture, not a copy, from the device or the host tier. Records no use."""
         return self.device.read(variant) or self.host.read(variant)
 
+    def __contains__(self, variant: Variant) -> bool:
+        """Return True if `read` would return a tensor."""
+        return variant in self.device or variant in self.host
+
     def _demote(self, variant: Variant, kv: torch.Tensor) -> None:
         from cachecraft_rag.kernels.memory import to_host  # it imports torch
 

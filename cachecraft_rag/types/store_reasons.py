@@ -47,6 +47,7 @@ class EvictionReason(StrEnum):
     BUDGET = "budget"  # the byte budget
     COUNT_CAP = "count_cap"  # max_variants
     CHUNK_CAP = "chunk_cap"  # variants_per_chunk
+    RULE = "rule"  # a rule of `store.catalog.eviction_rules`
     ADMINISTRATOR = "administrator"
     REPLACED = "replaced"  # by a newer capture of the same identity
     DAMAGED = "damaged"  # or its file is missing

@@ -108,6 +108,19 @@ class Variant:
         return self.codec in LOSSLESS_CODECS
 
 
+@dataclass(frozen=True, slots=True)
+class HeldChunk:
+    """What a store holds of a chunk.
+
+    tokens     tokens of its chunk-caches, each of which has all of them; 0 if none is held
+    in_memory  True if one of them is in memory, so that nothing has to be read from the disk
+    """
+
+    chunk_id: str
+    tokens: int = 0
+    in_memory: bool = False
+
+
 TierName = Literal["device", "host", "disk", "remote"]
 
 

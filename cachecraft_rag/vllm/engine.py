@@ -11,6 +11,7 @@ import time
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -48,7 +49,7 @@ from cachecraft_rag.vllm.idle.audits import (
 )
 from cachecraft_rag.vllm.idle.new_variants import IdleVariants
 from cachecraft_rag.vllm.messages import FIELD, Ask, FillReport
-from cachecraft_rag.vllm.options import VLLMOptions
+from cachecraft_rag.vllm.options import FP8_CACHES, VLLMOptions
 from cachecraft_rag.vllm.refusals import missing_arguments
 from cachecraft_rag.vllm.self_check import Predicted, check_prompt, self_check
 from cachecraft_rag.vllm.served_model import VLLMModel
@@ -80,8 +81,8 @@ class VLLMBackend:
     Attributes:
         new_variants: captures chunks that were reused and fixed, while the engine is idle.
         audits: compares answers with full prefill, while the engine is idle.
-        layer_by_layer: reason why the worker fills all prompts layer by layer, once `check_reuse` has run; "" if it
-            does not.
+        layer_by_layer: reason why the worker fills all prompts, or those with new chunks, layer by layer, once
+            `check_reuse` has run; "" if it does not.
     """
 
     def __init__(
@@ -153,9 +154,11 @@ class VLLMBackend:
         without chunk-caches; ConfigError if vLLM's `max_logprobs` is 0.
         """
         context = self._model.context_length
-        block_size = int(self._calls.vllm_config.cache_config.block_size)
+        cache_config = self._calls.vllm_config.cache_config
         prompt = check_prompt(
-            len(self._model.tokenizer), block_size=block_size, context_length=context
+            len(self._model.tokenizer),
+            block_size=int(cache_config.block_size),
+            context_length=context,
         )
         if prompt is None:
             logger.warning(
@@ -177,6 +180,7 @@ class VLLMBackend:
                 self._predicted,
                 kept=all_kept,
                 dtype=self._model.layout.dtype,
+                cache_dtype=FP8_CACHES.get(str(cache_config.cache_dtype), ""),
             )
         finally:
             if self._store.rows(captured):  # empty for a read-only store, which cannot evict
@@ -200,7 +204,8 @@ class VLLMBackend:
         step = self._last_step(self._prompt(asked), self._one_token(asked, logprobs=compared))
         likeliest = _by_likelihood(step)
         report = step.report.get(FIELD, {"refused": "vLLM has reported nothing about it"})
-        self.layer_by_layer = report.get("layer_by_layer", "")
+        # only some requests of the check capture
+        self.layer_by_layer = report.get("layer_by_layer", self.layer_by_layer)
         segments = [SegmentReport.from_dict(values) for values in report.get("segments", ())]
         taken = sum(
             len(segment.token_ids) - outcome.recomputed - outcome.not_loaded
@@ -239,13 +244,21 @@ class VLLMBackend:
 
     # -- captures -----------------------------------------------------------------------------------------------------
 
-    def capture(self, prompt: Prompt, captures: Sequence[int], *, primed: bool) -> None:
+    def capture(
+        self,
+        prompt: Prompt,
+        captures: Sequence[int],
+        *,
+        primed: bool,
+        namespace: str = "",
+    ) -> None:
         """Capture segments of a prompt by a request to vLLM. Returns once they are stored or dropped.
 
         Args:
             prompt: system segment and chunks, without a question; segments after the last capture are left out.
             captures: indices of segments, ascending; at least one.
             primed: True if this is priming, and the chunks are captured after their neighbours in the document.
+            namespace: tenant of the captures; "": the server's own.
         """
         config = replace(self._reuse, reuse=False, capture=True)
         ask = Ask(
@@ -254,6 +267,7 @@ class VLLMBackend:
             primed=primed,
             captures=tuple(captures),
             when_stored=True,
+            namespace=self._other(namespace),
         )
         self._fill(ask)
 
@@ -272,12 +286,19 @@ class VLLMBackend:
         if fixed:
             segments = request.prompt.segments[: max(fixed) + 1]
             is_private = any(segment.private for segment in segments)
-            candidate = Candidate(segments, fixed, request.session if is_private else None)
+            owner = request.session if is_private else None
+            candidate = Candidate(segments, fixed, owner, namespace=request.namespace)
         self.new_variants.answered(request.prompt.bounds[-1], candidate)
 
     def _capture_missing(self, candidate: Candidate) -> Captured:
         """Capture the missing variants of a candidate by a request that runs while the server is idle."""
-        stored = self._look_up(candidate.segments, session=candidate.session)
+        look_up = partial(
+            self._look_up,
+            candidate.segments,
+            session=candidate.session,
+            namespace=candidate.namespace,
+        )
+        stored = look_up()
         if stored.removed:
             return Captured(dropped=Dropped.REMOVED)
         missing = missing_of(candidate, stored)
@@ -285,7 +306,7 @@ class VLLMBackend:
             return Captured(dropped=Dropped.STORED)
 
         segments = candidate.segments[: max(missing) + 1]
-        stored_before = [index for index in missing if index not in candidate.first]
+        stored_before = [index for index in missing if index not in candidate.never_stored]
         if not all(stored.variants.get(segments[index].segment_id) for index in stored_before):
             return Captured(dropped=Dropped.REMOVED)  # the chunk was removed or evicted
         prompt = _with_question(segments)
@@ -302,18 +323,20 @@ class VLLMBackend:
             captures=tuple(missing),
             when_stored=True,
             idle=True,
-            first=tuple(candidate.first),
+            never_stored=tuple(candidate.never_stored),
+            namespace=self._other(candidate.namespace),
         )
         report = self._fill(ask)
         if "segments" not in report:
             was_given_up = "given_up" in report
             return Captured(again=was_given_up, dropped=None if was_given_up else Dropped.FAILED)
 
-        left = missing_of(candidate, self._look_up(candidate.segments, session=candidate.session))
-        texts = {candidate.segments[index].segment_id for index in candidate.first}
+        left = missing_of(candidate, look_up())
+        texts = {candidate.segments[index].segment_id for index in candidate.never_stored}
         removed = texts & self.new_variants.removed(candidate)
         if removed:  # the workers may have stored them after the removal
-            self._store.evict(RowFilter(namespace=self._namespace, chunk_ids=tuple(removed)))
+            namespace = candidate.namespace or self._namespace
+            self._store.evict(RowFilter(namespace=namespace, chunk_ids=tuple(removed)))
         return Captured(
             stored=len(missing) - len(left),
             refused=len(left),
@@ -337,7 +360,13 @@ class VLLMBackend:
         """
         sampling = request.sampling
         predicted = self.audits.recorder(request)
-        ask = Ask(request.prompt, request.config, request.session, name=request.request_id)
+        ask = Ask(
+            request.prompt,
+            request.config,
+            request.session,
+            name=request.request_id,
+            namespace=self._other(request.namespace),
+        )
         params = self._params(
             ask,
             max_tokens=sampling.max_new_tokens,
@@ -388,6 +417,7 @@ class VLLMBackend:
             captures=(),
             idle=True,
             own_tokens=len(tokens),
+            namespace=self._other(request.namespace),
         )
         params = self._one_token(
             ask,
@@ -423,6 +453,10 @@ class VLLMBackend:
         The keys are "prompt_token_ids", the token ids of the whole prompt, and `messages.FIELD`, the signed message.
         """
         return {"prompt_token_ids": ask.prompt.token_ids, FIELD: ask.message(self._key)}
+
+    def _other(self, namespace: str) -> str:
+        """Return the namespace of a tenant; "" for the server's own, whose blocks keep their salts."""
+        return "" if namespace == self._namespace else namespace
 
     def _prompt(self, ask: Ask) -> dict[str, object]:
         """Return vLLM's prompt of a request that shares no block with others, not even those of its instruction."""
@@ -484,7 +518,7 @@ def _tokens(
 ) -> Iterator[int]:
     """Yield the tokens of an answer; `reports` takes up the connector's reports, `predicted` the predictions."""
     for step in steps:
-        progress.drew_first(at=request.clock())
+        progress.first_token_s = progress.first_token_s or request.clock()
         if step.report:
             report: FillReport = step.report.get(FIELD, {})
             reports.append(report)

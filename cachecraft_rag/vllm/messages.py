@@ -1,8 +1,8 @@
 """Messages about a request between the parts of a server.
 
-Ask   front end → scheduler: segments of the prompt and how to reuse them; signed, in `kv_transfer_params`
-Fill  scheduler → workers: result of the look-up, and the blocks to fill
-News  workers → scheduler: reports of finished requests, and the segments that are being captured
+Ask         front end → scheduler: segments of the prompt and how to reuse them; signed, in `kv_transfer_params`
+Fill        scheduler → workers: result of the look-up, and the blocks to fill
+StepResult  workers → scheduler: reports of finished requests, and the segments that are being captured
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class FillReport(TypedDict, total=False):
     remote       outcome of the look-up in the remote; None without one
     fixed        [segment, tokens] of `Candidate.fixed`
     recomputed   recomputed tokens of each segment, if the request asked for details
-    layer_by_layer  reason why this server fills all prompts layer by layer; missing if it does not
+    layer_by_layer  reason why this server fills all prompts, or those with captures, layer by layer; missing if not
     refused      reason why vLLM computed the prompt without chunk-caches; then there are no other fields
     given_up     True if the request was given up; then there are no other fields
     """
@@ -89,10 +89,11 @@ class Ask:
     client_salt  `cache_salt` of the client, which becomes part of this request's salts; "" if it sent none
     idle         True if the request captures new variants: it runs only while the server is idle, computes exactly, and
                  is given up if another request lacks blocks
-    first        found segments of an idle request that may not be stored yet. No other request would store them, so
-                 on a busy server the request begins after a while, and is not paused once it has begun
+    never_stored found segments of an idle request that may not be stored yet in any context. No other request would
+                 store them, so on a busy server the request begins after a while, and is not paused once it has begun
     own_tokens   tokens at the end of the prompt that vLLM computes itself: one, or in an audit one for each token of
                  the answer, because vLLM predicts the next token only where it computes
+    namespace    tenant of the request; "": the server's own
     name         name under which the front end receives the report once the prompt is filled; "": only with the answer
     """
 
@@ -105,14 +106,15 @@ class Ask:
     when_stored: bool = False
     client_salt: str = ""
     idle: bool = False
-    first: tuple[int, ...] = ()
+    never_stored: tuple[int, ...] = ()
     own_tokens: int = 1
     name: str = ""
+    namespace: str = ""
 
     @property
     def waits(self) -> bool:
-        """True if the request pauses while others run, even if it has begun: if it is `idle` and has no `first`."""
-        return self.idle and not self.first
+        """True if the request pauses while others run, even if it has begun: an `idle` one without `never_stored`."""
+        return self.idle and not self.never_stored
 
     @property
     def left_to_server(self) -> str:
@@ -181,12 +183,12 @@ class Ask:
             config = ReuseConfig().changed_by(given.pop("config"))
             prompt = _prompt(given.pop("segments"), ids)
             captures = given.pop("captures")
-            first = tuple(given.pop("first"))
+            never_stored = tuple(given.pop("never_stored"))
             return cls(
                 prompt,
                 config,
                 captures=None if captures is None else tuple(captures),
-                first=first,
+                never_stored=never_stored,
                 **given,
             )
         except (KeyError, TypeError, ValueError) as error:  # signed by another version
@@ -195,28 +197,33 @@ class Ask:
     @property
     def instruction_tokens(self) -> int:
         """Number of tokens before the first chunk: those of the instruction, 0 without one."""
-        first = self.prompt.segments[0]
-        return len(first.token_ids) if first.kind == "system" else 0
+        segment = self.prompt.segments[0]
+        return len(segment.token_ids) if segment.kind == "system" else 0
 
     @property
     def request_salt(self) -> str:
         """The `cache_salt` of a request to vLLM, see `salt_of`; "" for none."""
-        return salt_of(self.session, self.client_salt)
+        return salt_of(self.session, self.client_salt, tenant=self.namespace)
 
-    def cache_salt(self, namespace: str) -> str:
-        """Return the salt of blocks with chunks in vLLM's prefix cache, 32 hex digits.
+    def cache_salt(self, own: str) -> str:
+        """Return the salt of blocks with chunks in vLLM's prefix cache, 32 hex digits; `own`: the server's namespace.
 
         It differs between namespaces, sessions, clients' salts, settings of reuse and prefixes of segments.
         """
         settings = json.dumps(asdict(self.config), sort_keys=True)
         owner = ["private", self.session] if self.session is not None else ["shared"]
         ids = [segment.segment_id for segment in self.prompt.segments[:-1]]
+        namespace = self.namespace or own
         return digest("cachecraft salt", self.client_salt, namespace, *owner, settings, *ids)
 
 
-def salt_of(session: str | None, client_salt: str) -> str:
-    """Return vLLM's `cache_salt` for a session and a client's own salt; "" without both: such blocks serve everyone."""
-    return client_salt if session is None else digest("session salt", session, client_salt)
+def salt_of(session: str | None, client_salt: str, *, tenant: str = "") -> str:
+    """Return vLLM's `cache_salt` for a tenant ("": no other than the server's own), a session and a client's own salt.
+
+    "" without all three: such blocks serve everyone.
+    """
+    salt = client_salt if session is None else digest("session salt", session, client_salt)
+    return digest("tenant salt", tenant, salt) if tenant else salt
 
 
 def _seal(message: Mapping[str, object], token_ids: TokenIds, key: str) -> str:
@@ -257,7 +264,7 @@ class Fill:
     """The blocks of one request that are to be filled.
 
     found, scores  result of the look-up, unchanged for the life of the request
-    first, last    positions `first:last` are to be filled; earlier ones come from vLLM's own prefix cache
+    start, stop    positions `start:stop` are to be filled; earlier ones come from vLLM's own prefix cache
     blocks         blocks of the whole prompt
     again          True if it was filled before and then preempted: its segments are not captured twice
     """
@@ -266,15 +273,15 @@ class Fill:
     ask: Ask
     found: LookupResult
     scores: Mapping[str, TokenScores]
-    first: int
-    last: int
+    start: int
+    stop: int
     blocks: tuple[int, ...]
     again: bool = False
 
 
 @dataclass(frozen=True)
-class News:
-    """Report of the workers after a step.
+class StepResult:
+    """What the workers report after a step.
 
     reports    request → its report, see `filling.Filling.report`
     capturing  segments that are being captured; None: unchanged
@@ -283,11 +290,11 @@ class News:
     reports: Mapping[str, FillReport]
     capturing: frozenset[str] | None = None
 
-    def joined(self, other: News) -> News:
-        """Return the news of this rank and another one; if both report a request, this rank's report counts."""
+    def joined(self, other: StepResult) -> StepResult:
+        """Return the results of this rank and another one; if both report a request, this rank's report counts."""
         capturing = (
             self.capturing
             if other.capturing is None
             else other.capturing | (self.capturing or frozenset())
         )
-        return News({**other.reports, **self.reports}, capturing)
+        return StepResult({**other.reports, **self.reports}, capturing)

@@ -11,7 +11,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from cachecraft_rag.engine.base import AnswerEngine
@@ -19,12 +22,14 @@ from cachecraft_rag.observability.metrics import EngineCollector
 from cachecraft_rag.store import ChunkCacheStore, StoreStats
 from cachecraft_rag.store.remote.breaker import State
 from cachecraft_rag.vllm.messages import CORRECTIONS, REPORTS, Corrections, FillReport
+from cachecraft_rag.vllm.plugin import CONNECTOR
 
 # engine and sender → counts, see `counts_of`
 Reported = Mapping[tuple[int, str], Mapping[str, object]]
 TakeReport = Callable[[str, FillReport], object]
 _BREAKERS: tuple[State, ...] = ("open", "probing", "closed")  # the worst one first
 _NO_CORRECTIONS = Corrections(requests=0, queries=0, hits=0, idle_waiting=0)
+_OWN_NAMES = {"scheduler", "worker", REPORTS, CORRECTIONS}  # of `StoreCounts.data`
 _OF_REMOTE = ("opened", "queued_bytes", "lookups", "reads", "captures")
 
 
@@ -91,6 +96,13 @@ class StoreCounts(KVConnectorStats):
         return not self.data
 
 
+class NoFurtherMetrics(KVConnectorPromMetrics):
+    """Metrics of the connector for `MultiConnector`, which demands some: `ServerCollector` has them all."""
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Do nothing."""
+
+
 class ServerStatistics(StatLoggerBase):
     """First logger of vLLM's statistics in the API server: keeps our counts, and corrects vLLM's numbers.
 
@@ -128,7 +140,9 @@ class ServerStatistics(StatLoggerBase):
         """
         if scheduler_stats is None:
             return
-        data = scheduler_stats.kv_connector_stats or {}
+        stats = scheduler_stats.kv_connector_stats or {}
+        is_beside = not stats.keys() <= _OWN_NAMES  # `MultiConnector` has them by connector
+        data = stats.get(CONNECTOR, {}) if is_beside else stats
         for sender in data.keys() - {REPORTS, CORRECTIONS}:
             self.latest[engine_idx, sender] = data[sender]
         self._correct(scheduler_stats, data.get(CORRECTIONS), engine_idx)
@@ -136,7 +150,8 @@ class ServerStatistics(StatLoggerBase):
             totals = {
                 who: counts for (idx, who), counts in self.latest.items() if idx == engine_idx
             }
-            scheduler_stats.kv_connector_stats = data | totals
+            ours = data | totals
+            scheduler_stats.kv_connector_stats = stats | {CONNECTOR: ours} if is_beside else ours
         for name, report in data.get(REPORTS, {}).items():
             self.on_report(name, report)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from cachecraft_rag.errors import ConfigError
@@ -35,6 +35,11 @@ _SHAPING = (
     "model_loader_extra_config",
     "config_format",
 )
+# Methods of speculative decoding that draft from token ids alone.
+TOKEN_DRAFTING = ("ngram", "ngram_gpu", "suffix")
+_DRAFT_MODEL = "draft_model"
+# Values of `kv_cache_dtype` with one scale for a layer's keys and one for its values → the form of their numbers.
+FP8_CACHES = {"fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3", "fp8_e5m2": "fp8_e5m2"}
 # Values of `load_format` that read the checkpoint's own weights.
 _SAME_WEIGHTS = ("auto", "hf", "safetensors", "pt", "fastsafetensors", "runai_streamer")
 _NOTHING: tuple[object, ...] = (None, "", "{}", "auto", "None", False, {})
@@ -51,6 +56,7 @@ class ModelConfig(Protocol):
     disable_sliding_window: bool
     logprobs_mode: str
     max_logprobs: int
+    served_model_name: object
     hf_config: PretrainedConfig
     hf_text_config: PretrainedConfig
 
@@ -101,9 +107,24 @@ class CompilationConfig(Protocol):
 
 
 class TransferConfig(Protocol):
-    """The field of `vllm.config.KVTransferConfig` that this package reads."""
+    """The fields of `vllm.config.KVTransferConfig` that this package reads."""
 
-    kv_connector_extra_config: Mapping[str, object]
+    kv_connector: str | None
+    kv_load_failure_policy: str
+    kv_connector_extra_config: Mapping[str, Any]
+
+
+class LoadConfig(Protocol):
+    """The fields of `vllm.config.LoadConfig` that this package reads."""
+
+    load_format: object
+    model_loader_extra_config: object
+
+
+class SpeculativeConfig(Protocol):
+    """The field of `vllm.config.SpeculativeConfig` that this package reads."""
+
+    method: str | None
 
 
 class VLLMConfig(Protocol):
@@ -115,8 +136,8 @@ class VLLMConfig(Protocol):
     offload_config: OffloadConfig
     scheduler_config: SchedulerConfig
     compilation_config: CompilationConfig
-    lora_config: object
-    speculative_config: object
+    load_config: LoadConfig
+    speculative_config: SpeculativeConfig | None
     kv_transfer_config: TransferConfig | None
 
 
@@ -125,13 +146,12 @@ class VLLMOptions:
     """Options of a vLLM server that matter for reuse; other fields have vLLM's own names.
 
     Attributes:
-        speculates: True if speculative decoding is on.
+        drafting: method of speculative decoding; "" if it is off.
         prefetches_weights: True if weights are offloaded and fetched layer by layer during a forward pass.
         max_model_len: the longest context; 0 if none is given, or not as a plain number.
         shaping: (option, value) of each option that changes the model's results.
     """
 
-    enable_lora: bool = False
     kv_cache_dtype: str = "auto"
     pipeline_parallel_size: int = 1
     decode_context_parallel_size: int = 1
@@ -140,7 +160,7 @@ class VLLMOptions:
     enable_expert_parallel: bool = False
     disable_sliding_window: bool = False
     model_impl: str = "auto"
-    speculates: bool = False
+    drafting: str = ""
     prefetches_weights: bool = False
     max_model_len: int = 0
     shaping: tuple[tuple[str, str], ...] = ()
@@ -149,11 +169,11 @@ class VLLMOptions:
     def from_arguments(cls, arguments: Sequence[str]) -> Self:
         """Read the options from vLLM's command line without importing vLLM, which takes many seconds.
 
-        Unknown options are ignored, and so are forms such as `--no-enable-lora`. Of a repeated option the last value
-        counts. Raises ConfigError for a value that is not a whole number where vLLM takes one, but a `max_model_len`
-        such as "8k" is read as 0.
+        Unknown options are ignored, and so are forms such as `--no-enable-expert-parallel`. The last value of a
+        repeated option counts. Raises ConfigError for a value that is not a whole number where vLLM takes one, but a
+        `max_model_len` such as "8k" is read as 0.
 
-        >>> VLLMOptions.from_arguments(["--enable-lora", "--kv_cache_dtype=fp8", "-pp", "2"]).kv_cache_dtype
+        >>> VLLMOptions.from_arguments(["--kv_cache_dtype=fp8", "-pp", "2"]).kv_cache_dtype
         'fp8'
         """
         values: dict[str, str | bool] = {}
@@ -183,17 +203,14 @@ class VLLMOptions:
         known = {
             field.name: type(field.default)
             for field in fields(cls)
-            if field.name not in ("shaping", "max_model_len")
+            if field.name not in ("shaping", "max_model_len", "drafting")
         }
         chosen = {
             name: _as(known[name], name, values[name])
             for name in known
             if values.get(name) is not None
         }
-        chosen["speculates"] = any(
-            values.get(name) not in _NOTHING
-            for name in ("speculative_config", "spec_method", "spec_model")
-        )
+        chosen["drafting"] = _drafting(values)
         chosen["prefetches_weights"] = _prefetches(
             str(values.get("offload_backend") or "auto"),
             _as(int, "offload_group_size", values.get("offload_group_size")),
@@ -205,6 +222,8 @@ class VLLMOptions:
             for name in _SHAPING
             if values.get(name) not in _NOTHING
         ]
+        if cache_dtype := FP8_CACHES.get(chosen.get("kv_cache_dtype", "")):
+            shaping.append(("kv_cache_dtype", cache_dtype))
         chosen["shaping"] = tuple(
             pair for pair in shaping if pair[0] != "load_format" or pair[1] not in _SAME_WEIGHTS
         )
@@ -219,7 +238,6 @@ class VLLMOptions:
         parallel = config.parallel_config
         offload = config.offload_config
         return cls(
-            enable_lora=config.lora_config is not None,
             kv_cache_dtype=str(config.cache_config.cache_dtype),
             pipeline_parallel_size=parallel.pipeline_parallel_size,
             decode_context_parallel_size=parallel.decode_context_parallel_size,
@@ -228,12 +246,24 @@ class VLLMOptions:
             enable_expert_parallel=bool(parallel.enable_expert_parallel),
             disable_sliding_window=bool(config.model_config.disable_sliding_window),
             model_impl=str(config.model_config.model_impl),
-            speculates=config.speculative_config is not None,
+            drafting=_method_of(config.speculative_config),
             max_model_len=int(config.model_config.max_model_len),
             prefetches_weights=_prefetches(
                 offload.offload_backend, offload.prefetch.offload_group_size
             ),
         )
+
+    @classmethod
+    def of_running(cls, config: VLLMConfig) -> Self:
+        """Read the options from the `VllmConfig` of a vLLM that `vllm serve` has started, those in `shaping` too."""
+        sources = (config.model_config, config.load_config)
+        values = {
+            name: getattr(source, name)
+            for name in _SHAPING
+            for source in sources
+            if hasattr(source, name)
+        }
+        return replace(cls.from_config(config), shaping=cls.from_values(values).shaping)
 
     def fingerprint(self, checkpoint: str, *, own_quantization: str | None = None) -> str:
         """Return the fingerprint of a checkpoint served with these options.
@@ -251,6 +281,35 @@ class VLLMOptions:
             return checkpoint
         version, _, files = checkpoint.partition("-")
         return f"{version}-{digest('served', files, *(part for pair in sorted(shaping) for part in pair))}"
+
+
+def _method_of(config: SpeculativeConfig | None) -> str:
+    return "" if config is None else config.method or _DRAFT_MODEL
+
+
+def _drafting(values: Mapping[str, object]) -> str:
+    """Return the method of speculative decoding that vLLM will take; if only a model is named, `_DRAFT_MODEL`."""
+    config = values.get("speculative_config")
+    given = {} if config in _NOTHING else _parts(config)
+    method = values.get("spec_method") or given.get("method")
+    model = values.get("spec_model") or given.get("model")
+    if not (given or method or model):
+        return ""
+    # vLLM takes the model "[ngram]" for the method
+    word = str(method or model).strip("[]")
+    return word if method or word in TOKEN_DRAFTING else _DRAFT_MODEL
+
+
+def _parts(value: object) -> Mapping[str, object]:
+    """Return the parts of an object that is given as such, as JSON, or as "name=value" words of a command line."""
+    if isinstance(value, Mapping):
+        return value
+    try:
+        parts = json.loads(str(value))
+    except ValueError:
+        pairs = (word.partition("=") for word in str(value).split())
+        return {name: part for name, _, part in pairs}
+    return parts if isinstance(parts, Mapping) else {}
 
 
 def _prefetches(backend: str, group_size: int) -> bool:

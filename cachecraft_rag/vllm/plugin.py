@@ -6,6 +6,8 @@ To serve another model family, see "Adding a model family" in docs/models.md; us
 from __future__ import annotations
 
 import logging
+import os
+import secrets
 
 from cachecraft_rag.vllm.versions import is_known_version
 
@@ -57,10 +59,14 @@ ARCHITECTURES = {
 CONNECTOR = "CacheCraftConnector"
 PLUGIN = "cachecraft"  # name of the entry point in pyproject.toml
 ENDPOINT = "cachecraft_http"  # likewise, of the endpoint plugin
+# Variable with the key that signs requests, if `vllm serve` was started: on a command line others would see it.
+SEAL_KEY = "CACHECRAFT_SEAL_KEY"
 
 
 def register() -> None:
     """Register the models of `ARCHITECTURES` and the connector with vLLM; may be called any number of times.
+
+    The variable `SEAL_KEY` gets a random key, unless it is set.
 
     The models take the place of vLLM's classes of the same architectures. Plain `vllm serve` loads this entry point of
     `vllm.general_plugins` too, and an exception would end that server: failures, and an unknown version of vLLM, are
@@ -73,6 +79,8 @@ def register() -> None:
             "vLLM %s is unknown to this package, so nothing is registered", vllm.__version__
         )
         return
+    # vLLM's other processes inherit it from the first one
+    os.environ.setdefault(SEAL_KEY, secrets.token_hex(16))
     try:
         _register()
     except Exception:  # see above

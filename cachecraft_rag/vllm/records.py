@@ -10,6 +10,7 @@ from typing import Protocol, cast
 
 from cachecraft_rag.observability.stats import Finish, RequestStats
 from cachecraft_rag.observability.tracing import ServedTrace, TracedRequest, is_tracing
+from cachecraft_rag.planning.candidates import Owner
 from cachecraft_rag.planning.planner import SegmentOutcome
 from cachecraft_rag.planning.reasons import Reason
 from cachecraft_rag.server.remembered import Remembered
@@ -24,6 +25,7 @@ from cachecraft_rag.types.prompts import Prompt
 from cachecraft_rag.vllm.calls import EngineClient, RequestOutput
 from cachecraft_rag.vllm.idle.audits import KEPT, PredictedAnswer
 from cachecraft_rag.vllm.messages import FIELD, FillReport
+from cachecraft_rag.vllm.refusals import USES_ADAPTER
 
 
 class RequestParams(Protocol):
@@ -91,11 +93,11 @@ def cached_report(
     }
 
 
-def reused_tokens(prompt: Prompt, report: FillReport, *, first: int = 0) -> int:
-    """Return how many tokens from `first` on were reused, see `unchanged_tokens`; 0 if the request was refused."""
+def reused_tokens(prompt: Prompt, report: FillReport, *, counted_from: int = 0) -> int:
+    """Return how many tokens from `counted_from` on were reused, see `unchanged_tokens`; 0 if it was refused."""
     progress = RequestProgress()
     progress.reported(report)
-    return unchanged_tokens(prompt, progress.segment_reports(), first=first)
+    return unchanged_tokens(prompt, progress.segment_reports(), counted_from=counted_from)
 
 
 @dataclass
@@ -108,7 +110,7 @@ class RequestRecord:
     report   report of the connector, see `filling.Filling.report`
     begun    True once it was handed to vLLM
     counted  True once its end was counted
-    alone    True if vLLM computes it without chunk-caches
+    left_to_vllm  True if vLLM computes it without chunk-caches
     unused   see `cached_report`
     remark   note to the client, sent with the statistics; "" if there is nothing to say
     predicted  the answer's tokens with the predictions, if it is to be audited
@@ -123,12 +125,20 @@ class RequestRecord:
     report: FillReport = field(default_factory=FillReport)
     begun: bool = False
     counted: bool = False
-    alone: bool = False
+    left_to_vllm: bool = False
     unused: Mapping[str, str] = field(default_factory=dict)
     remark: str = ""
     predicted: PredictedAnswer | None = None
     trace: ServedTrace | None = None
     error: str | None = None
+
+    def leave(self, reason: str) -> None:
+        """Note that vLLM computes the request without chunk-caches, for this reason; it is not audited then."""
+        segments = self.request.prompt.segments[:-1]
+        self.left_to_vllm = True
+        self.unused = dict.fromkeys([segment.segment_id for segment in segments], reason)
+        self.remark = f"left to vLLM: {reason}"
+        self.predicted = None
 
     def begin_trace(
         self, model: str, params: RequestParams, headers: Mapping[str, str] | None
@@ -173,7 +183,7 @@ class RequestRecord:
                 if output.metrics is not None
                 else 0.0
             )
-            progress.drew_first(at=latency or self.request.clock())
+            progress.first_token_s = latency or self.request.clock()
         generated = progress.generated
         for completion in output.outputs:
             generated += len(completion.token_ids)
@@ -184,12 +194,10 @@ class RequestRecord:
                 continue
             # vLLM says "stop" for an end token, which it counts, and for a stop string, which it names.
             stopped = isinstance(completion.stop_reason, str)
-            progress.finished(
-                "stop" if stopped else _FINISH.get(completion.finish_reason, "closed")
-            )
+            progress.finish = "stop" if stopped else _FINISH.get(completion.finish_reason, "closed")
             generated -= progress.finish == "end"
-        progress.read(generated)
-        if self.alone:
+        progress.generated = max(progress.generated, generated)
+        if self.left_to_vllm:
             cached = output.num_cached_tokens or 0
             self.take(
                 self.report
@@ -282,16 +290,16 @@ class Records:
                 record.trace.end(record.stats(), record.error)
         if self._under_way.get(name) is record:  # a client may give two requests the same name
             del self._under_way[name]
-        self._ended.keep(name, record.request.session, record.as_dict())
+        self._ended.keep(name, record.request.owner, record.as_dict())
 
-    def get(self, name: str, *, session: str | None) -> dict[str, object] | None:
+    def get(self, name: str, *, owner: Owner) -> dict[str, object] | None:
         """Return the statistics of a request so far: `RequestRecord.as_dict`, and its name as "id".
 
-        None if it is unknown, not among the last 1,000, or of another session; `session=None` finds those without one.
+        None if it is unknown, not among the last 1,000, or of another tenant or session, see `Request.owner`.
         """
-        numbers = self._ended.get(name, session=session)
+        numbers = self._ended.get(name, owner=owner)
         if (record := self._under_way.get(name)) is not None:
-            numbers = record.as_dict() if record.request.session == session else None
+            numbers = record.as_dict() if record.request.owner == owner else None
         return {"id": name} | numbers if numbers else None
 
 
@@ -316,6 +324,8 @@ class RecordingClient:
         audit. The record is kept also if the request fails or is aborted.
         """
         self._record.begun = True
+        if options.get("lora_request") is not None:
+            self._record.leave(USES_ADAPTER)
         self._record.request_predictions(params)
         self._record.request = replace(self._record.request, request_id=request_id)
         if is_tracing():
@@ -341,7 +351,7 @@ class RecordingClient:
                         self._records.end(request_id, self._record)
                     yield output
         except Exception as error:  # counted, then raised again
-            self._record.progress.failed()
+            self._record.progress.finish = "failed"
             self._record.error = type(error).__name__
             raise
         finally:

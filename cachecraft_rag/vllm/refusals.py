@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from cachecraft_rag.errors import UnsupportedModelError
 from cachecraft_rag.model.checkpoint import longrope_context, rope_parameters_of
-from cachecraft_rag.vllm.options import VLLMOptions
+from cachecraft_rag.vllm.options import FP8_CACHES, TOKEN_DRAFTING, VLLMOptions
 from cachecraft_rag.vllm.plugin import ARCHITECTURES
 
 if TYPE_CHECKING:
@@ -28,6 +28,8 @@ _STANDARD_KV = ("auto", "float16", "bfloat16", "float32", "half", "float")
 _NORMED_AFTER_ROTATION = (
     "its queries and keys are normalised after their rotation, so its keys cannot be moved"
 )
+# Reason why vLLM computes a request without chunk-caches.
+USES_ADAPTER = "it uses a LoRA adapter, and chunk-caches hold the base model's keys and values"
 # Architectures that vLLM runs with layers whose keys cannot be moved, and the reason.
 _REFUSED_LAYERS = {
     "GPTBigCodeForCausalLM": "learned positions are added to its tokens, so its keys cannot be moved",
@@ -182,27 +184,28 @@ def _of_windows(text: PretrainedConfig, options: VLLMOptions) -> Iterator[Refusa
 
 def _of_kv_caches(config: PretrainedConfig, options: VLLMOptions) -> Iterator[Refusal]:
     dtype = options.kv_cache_dtype
-    if dtype not in _STANDARD_KV:
-        yield Refusal(f"the KV cache is quantised ({dtype})", "Leave out --kv-cache-dtype")
+    if dtype not in (*_STANDARD_KV, *FP8_CACHES):
+        yield Refusal(
+            f"the KV cache is quantised in a form that cannot be filled ({dtype})",
+            "Use `-- --kv-cache-dtype fp8`, or leave it out",
+        )
     scheme = getattr(config, "quantization_config", None) or {}
     if isinstance(scheme, dict) and dtype == "auto":
         quantised = scheme.get("kv_cache_scheme") or scheme.get("kv_cache_quant_algo")
         if quantised:
             yield Refusal(
-                "its checkpoint asks for a quantised KV cache", "Add `-- --kv-cache-dtype bfloat16`"
+                "its checkpoint asks for a quantised KV cache, and the option does not say which",
+                "Add `-- --kv-cache-dtype fp8`, or bfloat16",
             )
 
 
 def _of_options(options: VLLMOptions) -> Iterator[Refusal]:
-    if options.enable_lora:
+    if options.drafting and options.drafting not in TOKEN_DRAFTING:
         yield Refusal(
-            "LoRA adapters change keys and values from request to request",
-            "Leave out --enable-lora; an adapter that is merged into the weights can be served",
-        )
-    if options.speculates:
-        yield Refusal(
-            "with speculative decoding, a draft model's own KV cache would stay empty",
-            "Leave out --speculative-config",
+            f"its drafts ({options.drafting}) are not made from tokens alone: reused tokens have neither the KV cache "
+            "of a drafting model nor hidden states",
+            'Draft from tokens, `-- --speculative-config \'{"method": "ngram", "num_speculative_tokens": 4}\'`, or '
+            "leave it out",
         )
     if options.prefetches_weights:
         yield Refusal(

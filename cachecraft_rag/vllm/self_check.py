@@ -27,6 +27,11 @@ TOKENS = 24  # least tokens of each of the three segments, which are also longer
 LEAST = 8  # segments shorter than this prove nothing
 # Largest difference of log-probabilities that rounding explains, by dtype.
 TOLERANCE = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.3}
+# What rounding keys and values to FP8 adds to it, by the form of the numbers: vLLM's own prefill attends to rounded
+# ones, our passes do not.
+CACHE_TOLERANCE = {"fp8_e4m3": 0.5, "fp8_e5m2": 1.0}
+# Part of that which a few numbers make that round another way.
+_OTHER_WAY = 0.1
 
 
 @dataclass(frozen=True)
@@ -76,7 +81,13 @@ def check_prompt(vocabulary: int, *, block_size: int, context_length: int) -> Pr
 
 
 def self_check(
-    name: str, prompt: Prompt, predict: Predict, *, kept: Callable[[], bool], dtype: str
+    name: str,
+    prompt: Prompt,
+    predict: Predict,
+    *,
+    kept: Callable[[], bool],
+    dtype: str,
+    cache_dtype: str = "",
 ) -> bool:
     """Compare vLLM's own prefill, our passes, and reuse after the same prefix.
 
@@ -88,6 +99,7 @@ def self_check(
         predict: serves a request, or a plain prompt if it is given token ids.
         kept: returns True if the captures of the prompt are in the store.
         dtype: dtype of the model's layout, a key of `TOLERANCE`.
+        cache_dtype: form of FP8 numbers in vLLM's KV cache, a key of `CACHE_TOLERANCE`; "" if it has the model's dtype.
 
     Returns:
         True if all three were compared. False if the store keeps no captures: then only the first two were compared,
@@ -99,8 +111,15 @@ def self_check(
     began = time.perf_counter()
     tokens = prompt.bounds[-1]
     plain = predict(prompt.token_ids).logprobs
+    rounding = CACHE_TOLERANCE.get(cache_dtype, 0.0)
 
-    def compare(what: str, prediction: Predicted, wanted: int) -> float:
+    def compare(
+        what: str,
+        prediction: Predicted,
+        wanted: int,
+        reference: Mapping[int, float],
+        tolerance: float,
+    ) -> float:
         if prediction.refused or prediction.taken != wanted:
             why = (
                 prediction.refused
@@ -111,11 +130,11 @@ def self_check(
                 f"was {what}: {why}; please report it."
             )
         differences = [
-            abs(prediction.logprobs.get(token, math.inf) - logprob)
-            for token, logprob in plain.items()
+            _difference(prediction, token, logprob, is_rounded=bool(rounding))
+            for token, logprob in reference.items()
         ]
         # Not max(differences): it ignores a NaN that is not the first value.
-        if not all(difference <= TOLERANCE[dtype] for difference in differences):
+        if not all(difference <= tolerance for difference in differences):
             raise UnsupportedModelError(
                 f"{name} cannot be served from chunk-caches in this vLLM: in a self-check on {tokens} tokens, the "
                 f"log-probabilities {what} differ from vLLM's own by up to {max(differences):.3g}; please report it."
@@ -123,7 +142,7 @@ def self_check(
         return max(differences)
 
     computed = predict(Ask(prompt, ReuseConfig(reuse=False), when_stored=True))
-    largest = compare("computed by our passes", computed, 0)
+    largest = compare("computed by our passes", computed, 0, plain, TOLERANCE[dtype] + rounding)
     if not kept():
         logger.warning(
             "The self-check could not compare reuse: the store keeps no captures (is its folder read-only, or its "
@@ -133,9 +152,32 @@ def self_check(
         return False
     # "whole": otherwise chunks that load late from a slow disk would be computed, and reuse would not be compared.
     reused = predict(Ask(prompt, ReuseConfig(capture=False, method=ReuseMethod(loading="whole"))))
-    largest = max(largest, compare("reused from chunk-caches", reused, prompt.bounds[-2]))
+    # with rounded keys and values, reuse is compared with our passes, which is stricter
+    reference = _likelier_half(computed.logprobs) if rounding else plain
+    tolerance = TOLERANCE[dtype] + _OTHER_WAY * rounding
+    taken = prompt.bounds[-2]
+    largest = max(largest, compare("reused from chunk-caches", reused, taken, reference, tolerance))
     seconds = time.perf_counter() - began
     logger.info(
         "Self-check on %d tokens: differences up to %.2g, in %.1f s", tokens, largest, seconds
     )
     return True
+
+
+def _difference(prediction: Predicted, token: int, logprob: float, *, is_rounded: bool) -> float:
+    """Return by how much a token's log-probability differs.
+
+    A token that is not among the likeliest ones counts as infinitely far away. With rounded keys and values, tokens
+    change places: such a token is at least as far away as the last of them.
+    """
+    found = prediction.logprobs.get(token)
+    if found is not None:
+        return abs(found - logprob)
+    if not is_rounded:
+        return math.inf
+    return max(0.0, logprob - min(prediction.logprobs.values(), default=-math.inf))
+
+
+def _likelier_half(logprobs: Mapping[int, float]) -> dict[int, float]:
+    likeliest = sorted(logprobs.items(), key=lambda item: -item[1])
+    return dict(likeliest[: max(1, len(likeliest) // 2)])

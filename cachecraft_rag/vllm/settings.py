@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import os
 import secrets
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from operator import attrgetter
+from pathlib import Path
+from typing import Any
 
+from cachecraft_rag.checks import check_names
 from cachecraft_rag.engine.config import EngineConfig
+from cachecraft_rag.engine.settings import load_settings
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.server.settings import OFF, EndpointSettings
-from cachecraft_rag.vllm.options import VLLMConfig
-from cachecraft_rag.vllm.plugin import CONNECTOR
-from cachecraft_rag.vllm.served_model import ModelIdentity
+from cachecraft_rag.store.config import CACHE_FOLDER
+from cachecraft_rag.store.remote.config import keys_in
+from cachecraft_rag.vllm.beside import MULTI, Connector
+from cachecraft_rag.vllm.options import TransferConfig, VLLMConfig, VLLMOptions
+from cachecraft_rag.vllm.plugin import CONNECTOR, ENDPOINT, PLUGIN, SEAL_KEY
+from cachecraft_rag.vllm.served_model import ModelIdentity, VLLMModel
 
 _KEY = "settings"  # name of the settings in the extra config
+_KEY_FILE = "admin_key_file"  # name of the file of `EndpointSettings.admin_keys` there
+_PLUGINS = f"VLLM_PLUGINS={PLUGIN},{ENDPOINT}"
 
 # Engine options that vLLM decides itself → what to do instead.
 _VLLM_DECIDES = {
@@ -56,6 +66,32 @@ def check_config(config: EngineConfig) -> EngineConfig:
     return replace(config, reuse=replace(config.reuse, **OFF))
 
 
+def _own_config(transfer: TransferConfig | None) -> Mapping[str, Any]:
+    """Return the extra config of this package's connector, alone or within `MultiConnector`, as its first connector."""
+    if transfer is not None and transfer.kv_connector == CONNECTOR:
+        return transfer.kv_connector_extra_config
+    if transfer is not None and transfer.kv_connector == MULTI:
+        connectors = transfer.kv_connector_extra_config.get("connectors") or [{}]
+        first: Mapping[str, Any] = connectors[0]
+        if first.get("kv_connector") == CONNECTOR:
+            own: Mapping[str, Any] = first.get("kv_connector_extra_config", {})
+            return own
+    raise ConfigError(
+        "vLLM runs without this package's connector: start the server with `cachecraft serve`, or name "
+        f"{CONNECTOR} in --kv-transfer-config, alone or as the first one of {MULTI}"
+    )
+
+
+def _endpoint(extra: Mapping[str, object], *, root: str, model: str) -> EndpointSettings:
+    """Return the settings of requests in a connector's extra config, which is JSON."""
+    known = {field.name for field in fields(EndpointSettings)} - {"root", "model", "admin_keys"}
+    check_names(extra, {*known, _KEY_FILE}, what="field of kv_connector_extra_config")
+    given: dict[str, Any] = {name: value for name, value in extra.items() if name in known}
+    file = extra.get(_KEY_FILE)
+    keys = () if file is None else tuple(keys_in(Path(str(file))))
+    return EndpointSettings(root=root, model=model, admin_keys=keys, **given)
+
+
 @dataclass(frozen=True)
 class ConnectorSettings:
     """Settings of one server, pickled on their way to vLLM's processes.
@@ -84,24 +120,58 @@ class ConnectorSettings:
 
     @classmethod
     def of(cls, vllm_config: VLLMConfig) -> ConnectorSettings:
-        """Return the settings in the config of a running vLLM. Raises ConfigError if this package did not start it."""
-        transfer = vllm_config.kv_transfer_config
-        extra: Mapping[str, object] = {} if transfer is None else transfer.kv_connector_extra_config
-        settings = extra.get(_KEY)
-        if not isinstance(settings, cls):
-            raise ConfigError(
-                "vLLM runs without this package's settings: start the server with `cachecraft serve`"
-            )
-        return settings
+        """Return the settings in the config of a running vLLM; if `vllm serve` started it, those of the environment.
 
-    def transfer_config(self) -> object:
-        """Return a new `KVTransferConfig` of vLLM, which holds these settings and starts the connector with them."""
+        Raises ConfigError without this package's connector.
+        """
+        extra = _own_config(vllm_config.kv_transfer_config)
+        settings = extra.get(_KEY)
+        return settings if isinstance(settings, cls) else cls._of_environment(vllm_config, extra)
+
+    @classmethod
+    def _of_environment(
+        cls, vllm_config: VLLMConfig, extra: Mapping[str, object]
+    ) -> ConnectorSettings:
+        """Return the settings of the environment, and of the connector's config for requests over HTTP.
+
+        Each process of vLLM calls this. They inherit the environment, so they agree, also about the key.
+        """
+        settings = load_settings()
+        key = os.environ.get(SEAL_KEY, "")
+        if not key:
+            raise ConfigError(f"{SEAL_KEY} is not set; name this package's plugin, {_PLUGINS}")
+        model = vllm_config.model_config
+        served = VLLMModel.load(
+            model.model,
+            dtype=str(model.dtype).removeprefix("torch."),
+            options=VLLMOptions.of_running(vllm_config),
+        )
+        store = Path(settings["store"]).absolute()
+        return cls(
+            str(store / CACHE_FOLDER),
+            served.identity,
+            check_config(settings.engine_config()),
+            key,
+            endpoint=_endpoint(extra, root=str(store), model=str(model.served_model_name)),
+        )
+
+    def transfer_config(self, beside: Sequence[Connector] = ()) -> object:
+        """Return a new `KVTransferConfig` of vLLM, which holds these settings and starts the connector with them.
+
+        With connectors `beside`, it starts `MultiConnector`. Ours is the first one there, so it is asked first, and
+        marks the blocks before others see them.
+        """
         from vllm.config import KVTransferConfig
 
-        return KVTransferConfig(
-            kv_connector=CONNECTOR,
-            kv_role="kv_both",
-            kv_connector_extra_config={_KEY: self},
-            # blocks that cannot be filled are computed, instead of refused
-            kv_load_failure_policy="recompute",
-        )
+        ours = {
+            "kv_connector": CONNECTOR,
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {_KEY: self},
+        }
+        both = {
+            "kv_connector": MULTI,
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"connectors": [ours, *beside]},
+        }
+        # blocks that cannot be filled are computed, instead of refused
+        return KVTransferConfig(**(both if beside else ours), kv_load_failure_policy="recompute")

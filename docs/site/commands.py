@@ -11,8 +11,8 @@ from cachecraft_rag.cli.app import app
 
 _INTRODUCTION = """# Command line
 
-For everyone who uses the `cachecraft` command. Each command is listed with its arguments and options, as in
-`cachecraft COMMAND --help`. Exit codes: 0 done; 1 a check found something wrong; 2 an error; 130 interrupted.
+The commands with their arguments and options, as in `cachecraft COMMAND --help`. Exit codes: 0 done; 1 a check found
+something wrong; 2 an error; 130 interrupted.
 """
 
 

@@ -365,6 +365,7 @@ def attend(
     bounds: Tensor | None = None,
     splits: int | None = None,
     tiling: Tiling | None = None,
+    out: Tensor | None = None,
 ) -> Attended:
     """Compute softmax attention of scattered rows, and the attention of each row to each segment.
 
@@ -380,6 +381,8 @@ def attend(
         splits: number of programs that share a tile's keys; None = as many as fill the device. Ignored if there are
             more than 128 segments, which need several launches.
         tiling: size of the tiles; None = chosen by head_dim and dtype.
+        out: where to write the output, contiguous, in the form of `q`; None = a new tensor. Not with more than 128
+            segments.
 
     Returns:
         Output and mass, see `Attended`: without `v` there is no output, and without `bounds` no mass. A row that sees
@@ -392,7 +395,7 @@ def attend(
     if not rows:
         none = q.new_empty(0, heads, dtype=torch.float32)
         mass = None if bounds is None else q.new_empty(0, segments, dtype=torch.float32)
-        return Attended(None if v is None else torch.empty_like(q), none, mass)
+        return Attended(None if v is None else q.new_empty(q.shape), none, mass)
     if bounds is not None and segments > MOST_SEGMENTS:
         return _in_parts(
             q,
@@ -415,11 +418,10 @@ def attend(
     splits = splits or tiling.splits(q.device, programs=tiles * kv_heads, keys=k.shape[0])
     lse = torch.empty(splits, rows, heads, dtype=torch.float32, device=q.device)
     kind = q.dtype if splits == 1 else torch.float32
-    out = (
-        None
-        if v is None
-        else torch.empty(splits, rows, heads, head_dim, dtype=kind, device=q.device)
-    )
+    parts = None
+    if v is not None:
+        given = None if out is None or splits > 1 else out[None]
+        parts = q.new_empty(splits, rows, heads, head_dim, dtype=kind) if given is None else given
     mass = (
         None
         if bounds is None
@@ -431,7 +433,7 @@ def attend(
             q,
             k,
             values,
-            lse if out is None else out,
+            lse if parts is None else parts,
             lse,
             lse if mass is None else mass,
             visible.positions,
@@ -455,8 +457,8 @@ def attend(
             MASS_PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
             **tiling.constants(q, visible, absent=absent, softcap=softcap),
         )
-    out, lse, mass = combine(out, lse, mass, dtype=q.dtype)
-    return Attended(out, lse, None if mass is None else mass.mean(1))
+    attended, lse, mass = combine(parts, lse, mass, dtype=q.dtype, out=out)
+    return Attended(attended, lse, None if mass is None else mass.mean(1))
 
 
 def _in_parts(

@@ -28,6 +28,7 @@ def uses_triton(x: Tensor) -> bool:
     return interpreted() or (x.is_cuda and _launches(x.device))
 
 
+@cache  # asked at each launch
 def interpreted() -> bool:
     """Return True if Triton's interpreter runs; `$TRITON_INTERPRET` must be set before Triton is imported."""
     return os.environ.get("TRITON_INTERPRET") == "1"

@@ -69,7 +69,12 @@ def _combine(
 
 
 def combine(
-    parts: Tensor | None, lses: Tensor, masses: Tensor | None, *, dtype: torch.dtype
+    parts: Tensor | None,
+    lses: Tensor,
+    masses: Tensor | None,
+    *,
+    dtype: torch.dtype,
+    out: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor, Tensor | None]:
     """Join the parts of an attention: weigh each part by its share of the exponentials.
 
@@ -78,6 +83,7 @@ def combine(
         lses: float32 `[splits, rows, heads]`; -inf if a part has no visible key.
         masses: float32 `[splits, rows, heads, segments]`, or None.
         dtype: dtype of the first result.
+        out: where to write the first result of several splits, contiguous; None = a new tensor.
 
     Returns:
         Output `[rows, heads, head_dim]`, lse float32 `[rows, heads]` and mass float32 `[rows, heads, segments]`; with
@@ -93,7 +99,8 @@ def combine(
         )
     head_dim = 1 if parts is None else parts.shape[-1]
     segments = 0 if masses is None else masses.shape[-1]
-    out = None if parts is None else torch.empty(parts.shape[1:], dtype=dtype, device=lses.device)
+    if parts is not None and out is None:
+        out = parts.new_empty(parts.shape[1:], dtype=dtype)
     mass = None if masses is None else torch.empty_like(masses[0])
     lse = torch.empty_like(lses[0])
     with device_of(lses):

@@ -40,6 +40,25 @@ def turned(
     return first * cos_1 - second * sin_1, second * cos_2 + first * sin_2
 
 
+@triton.jit
+def turned_back(
+    first, second, cos, sin, at, inside, rotary, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr
+):
+    """Undo `turned`; some rope scalings also stretch, which is undone too."""
+    half = tl.arange(0, BLOCK_HALF)
+    place = at.to(tl.int64)[:, None] * rotary + half[None, :]
+    cos_1 = tl.load(cos + place, mask=inside, other=1.0).to(tl.float32)
+    sin_1 = tl.load(sin + place, mask=inside, other=0.0).to(tl.float32)
+    cos_2 = tl.load(cos + place + HALF, mask=inside, other=1.0).to(tl.float32)
+    sin_2 = tl.load(sin + place + HALF, mask=inside, other=0.0).to(tl.float32)
+    length_1 = cos_1 * cos_1 + sin_1 * sin_1
+    length_2 = cos_2 * cos_2 + sin_2 * sin_2
+    return (
+        (first * cos_1 + second * sin_1) / length_1,
+        (second * cos_2 - first * sin_2) / length_2,
+    )
+
+
 @triton.jit(do_not_specialize=["pairs"])
 def _rotate(
     x,

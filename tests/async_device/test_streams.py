@@ -316,13 +316,15 @@ def test_every_kernel_is_launched_on_the_device_of_its_tensors(
     rope.rotate(q, cos[:4], cos[:4])
     place.place(merged, [zeros(2, 2, 16, 2, 64)], [3], cos=cos, sin=cos)
     place_all(merged, [zeros(2, 2, 16, 2, 64)], [3], cos=cos, sin=cos, layers=[0, 1])
-    drift.shift_stale(
-        merged[0], zeros(1, 2, 2, 64), zeros(1024, dtype=torch.int32), cos=cos, sin=cos
-    )
+    owner = zeros(1024, dtype=torch.int32)
+    drift.write_rows(merged[0], k, k, zeros(1, 2, 2, 64), owner, cos=cos, sin=cos)
+    changed = {"rows": owner[:4], "positions": owner[:4], "edges": owner[:2]}
+    drift.mean_change(merged[0], k, k, **changed, strength=0.4, cos=cos, sin=cos)
 
     assert torch.cuda.current_device() == 0
     names = {name for name, _device in launches}
-    assert names == {"_attend", "_combine", "_received", "_rotate", "_place", "_shift_stale"}
+    moves = {"_rotate", "_place", "_mean_change", "_write_rows"}
+    assert names == {"_attend", "_combine", "_received"} | moves
     assert {current for _name, current in launches} == {1}
 
     launches.clear()

@@ -14,7 +14,6 @@ from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.planning.config import ReuseConfig, ReuseMethod
 from cachecraft_rag.planning.reasons import Reason
-from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store import ChunkCacheStore, RowFilter
 from cachecraft_rag.types.documents import Chunk
 
@@ -53,14 +52,18 @@ def ask_langchain(engine: Engine) -> Stats:
 
 
 def ask_llama_index(engine: Engine) -> Stats:
-    """The prompt `CHUNKS` through LlamaIndex's synthesizer."""
-    from llama_index.core.schema import NodeWithScore, TextNode
+    """The prompt `CHUNKS` through LlamaIndex's query engine."""
+    from llama_index.core.base.base_retriever import BaseRetriever
+    from llama_index.core.schema import NodeWithScore, QueryBundle, TextNode
 
-    from cachecraft_rag.llama_index import CacheCraftSynthesizer
+    from cachecraft_rag.llama_index import CacheCraftQueryEngine
 
-    nodes = [NodeWithScore(node=TextNode(text=text), score=1.0) for text in TEXTS]
-    synthesizer = CacheCraftSynthesizer(engine, sampling=SamplingParams(max_new_tokens=4))
-    response: Any = synthesizer.synthesize(QUESTION, nodes=nodes)
+    class Given(BaseRetriever):
+        def _retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
+            return [NodeWithScore(node=TextNode(text=text), score=1.0) for text in TEXTS]
+
+    query_engine = CacheCraftQueryEngine.from_defaults(Given(), engine=engine, max_tokens=4)
+    response: Any = query_engine.query(QUESTION)
     return response.metadata["cachecraft"]
 
 

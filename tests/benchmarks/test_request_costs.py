@@ -34,8 +34,21 @@ def test_the_host_waits_for_the_scores_of_the_probe_alone(tmp_path: Path) -> Non
     assert counts["host_waits"] == {"a copy to the host": 1}
 
 
-def test_each_layer_is_run_and_written_to_the_blocks_once(tmp_path: Path) -> None:
+def test_each_pass_runs_all_layers_in_one_call_and_blocks_are_written_once(tmp_path: Path) -> None:
     counts = counts_of(Size(tokens=400, chunk=64, layers=8), tmp_path)
-    assert counts["layer_calls"] == 8 + 4, "the pass, and the probe's half"
+    assert counts["whole_passes"] == 2, "the probe and the last pass"
+    assert counts["layer_calls"] == 0
     assert counts["block_writes"] == 8
-    assert counts["launches"] <= 8 * 30
+
+
+def test_a_layer_takes_few_launches(tmp_path: Path) -> None:
+    layers = 32
+    counts = counts_of(Size(tokens=700, chunk=64, layers=layers), tmp_path)
+    kernels = counts["kernels"]
+    assert kernels["mean_change"] == kernels["write_rows"] == layers, "drift, and the rows with it"
+    # few rows do not fill a GPU: what the parts of their keys give is combined
+    assert kernels["attend"] == (layers - 1) + (layers // 2 - 1) + 4, "four layers are observed"
+    assert kernels["combine"] <= kernels["attend"]
+    others = counts["launches"] - kernels["combine"]
+    assert others <= 5.5 * layers, "four a layer, two a layer of the probe, and the plan"
+    assert counts["launches"] + counts["block_writes"] <= 8 * layers

@@ -56,6 +56,10 @@ def disk(engine: HTTPEngine) -> None:
     engine.disk_space()
 
 
+def held(engine: HTTPEngine) -> None:
+    engine.held([Chunk("vinegar")])
+
+
 FACTS: dict[str, Any] = {
     "a number for the model": {"model": 5},
     "no layout": {"layout": None},
@@ -107,6 +111,13 @@ REPLIES: dict[str, tuple[Callable[[HTTPEngine], None], str, Any]] = {
     "an eviction that is a list": (evict, "/v1/cachecraft/evict", []),
     "no removed chunks": (readmit, "/v1/cachecraft/readmit", {"x": 1}),
     "removed chunks that are numbers": (readmit, "/v1/cachecraft/readmit", {"removed": [1]}),
+    "no chunks": (held, "/v1/cachecraft/holds", {}),
+    "fewer chunks than were asked for": (held, "/v1/cachecraft/holds", {"chunks": []}),
+    "another chunk": (
+        held,
+        "/v1/cachecraft/holds",
+        {"chunks": [{"chunk_id": "a", "tokens": 1, "in_memory": True}]},
+    ),
     "no JSON": (evict, "/v1/cachecraft/evict", "{"),
     "a number that is none": (evict, "/v1/cachecraft/evict", '{"variants": NaN, "nbytes": 1}'),
     "a number of ten thousand digits": (
@@ -182,7 +193,7 @@ def test_malformed_replies_are_refused(
         call(engine)
 
 
-@pytest.mark.parametrize("call", [ask, evict, prime, estimate, disk])
+@pytest.mark.parametrize("call", [ask, evict, prime, estimate, disk, held])
 def test_a_closed_client_says_so(
     answers: dict[str, Any], call: Callable[[HTTPEngine], None]
 ) -> None:

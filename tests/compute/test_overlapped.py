@@ -31,7 +31,7 @@ from cachecraft_rag.compute.driver import prefill, run
 from cachecraft_rag.compute.job import EarlyTermination, PrefillJob, PrefillResult, ProbeRequest
 from cachecraft_rag.compute.kv_buffer import ResidentKV
 from cachecraft_rag.compute.overlapped import Forward, OverlappedPrefill, Steps
-from cachecraft_rag.compute.row_pass import advance
+from cachecraft_rag.compute.row_pass import AtOnce, advance
 from cachecraft_rag.compute.rows import RowReason, Rows
 from cachecraft_rag.compute.stack import Alone, Ranks
 from cachecraft_rag.model.decoder import Decoder
@@ -490,6 +490,48 @@ def test_a_pass_that_would_take_long_runs_layer_by_layer_so_that_others_can_come
     result = run(decoder, OverlappedPrefill(decoder, job, no_loads, speed).steps())
     torch.testing.assert_close(result.buffer.kv, expected.buffer.kv, rtol=0, atol=1e-5)
     assert len(model.runs) == calls
+
+
+@pytest.mark.gate
+def test_a_pass_at_once_captures_what_layers_one_after_the_other_capture(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = PrefillJob(IDS, Rows.of(BOUNDS, new=range(BOUNDS[-1])), captures=(1, 2))
+    expected = prefill(decoder, job)
+    model = WholeDecoder(decoder)
+    monkeypatch.setattr(decoder, "whole_model", model)
+    prefill(decoder, job)
+    assert model.runs == [], "it does not give raw keys"
+
+    model.gives_raw = True
+    result = prefill(decoder, job)
+    assert model.runs == [(BOUNDS[-1], 6)]
+    assert torch.equal(result.buffer.kv, expected.buffer.kv)
+    assert [capture.segment for capture in result.recorder.captures] == [1, 2]
+    pairs = zip(result.recorder.captures, expected.recorder.captures, strict=True)
+    for capture, layer_by_layer in pairs:
+        assert torch.equal(capture.kv, layer_by_layer.kv)
+        for layer in range(6):
+            assert torch.equal(capture.queries[layer], layer_by_layer.queries[layer])
+
+
+def test_passes_with_captures_run_apart_from_others_at_once(decoder: Decoder) -> None:
+    """Some get raw keys, the others rotated ones."""
+    passes = []
+    for captures in ((1,), (1,), ()):
+        job = PrefillJob(IDS, Rows.of(BOUNDS, new=range(BOUNDS[-1])), captures=captures)
+        no_loads = PendingLoads.of_nothing(decoder.layout.layers)
+        speed = ComputeSpeed(decoder.keys_per_row)
+        steps = OverlappedPrefill(decoder, job, no_loads, speed).steps()
+        step = next(steps)
+        while isinstance(step, overlapped.Wait):
+            step = steps.send(True)
+        passes.append(step.row_pass)
+    assert passes[0].runs_with(passes[2]), "layer by layer"
+    for row_pass in passes:
+        row_pass.at_once = AtOnce(6, lambda _layer: None)
+    assert passes[0].runs_with(passes[1])
+    assert not passes[0].runs_with(passes[2])
 
 
 def probe_of(chunks: Sequence[int] = (1, 2, 3), in_full: Sequence[int] = ()) -> ProbeRequest:

@@ -29,7 +29,7 @@ from triton.runtime.jit import JITFunction
 
 from cachecraft_rag.kernels.gpu import tiles
 from cachecraft_rag.kernels.gpu.attention import attend
-from cachecraft_rag.kernels.gpu.drift import shift_stale
+from cachecraft_rag.kernels.gpu.drift import mean_change, write_rows
 from cachecraft_rag.kernels.gpu.place import place
 from cachecraft_rag.kernels.gpu.received import received
 from cachecraft_rag.kernels.gpu.rope import rotate
@@ -201,7 +201,11 @@ def compile_moves(dtype: torch.dtype, head_dim: int, rotary: int) -> None:
     place(merged, [chunk], [5], cos=cos, sin=cos)
     rotate(merged[0, 0], cos, cos)
     shifts = torch.zeros(4, 2, 2, head_dim)
-    shift_stale(merged[0], shifts, torch.zeros(keys, dtype=torch.int32), cos=cos, sin=cos)
+    rows = merged[1, 0, :600]
+    owner = torch.zeros(keys, dtype=torch.int32)
+    write_rows(merged[0], rows, rows, shifts, owner, cos=cos, sin=cos)
+    changed = {"rows": owner, "positions": owner, "edges": owner[:5]}
+    mean_change(merged[0], rows, rows, **changed, strength=0.4, cos=cos, sin=cos)
 
 
 if __name__ == "__main__":

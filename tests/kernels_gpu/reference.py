@@ -83,13 +83,50 @@ def place(merged: Tensor, chunk: Tensor, start: int, *, cos: Tensor, sin: Tensor
         own[1, where] = layer[1].to(merged.dtype)
 
 
-def shift_stale(merged: Tensor, shifts: Tensor, owner: Tensor, *, cos: Tensor, sin: Tensor) -> None:
-    """`kernels.gpu.drift.shift_stale`."""
+def mean_change(
+    merged: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    rows: Tensor,
+    positions: Tensor,
+    edges: Tensor,
+    strength: float,
+    cos: Tensor,
+    sin: Tensor,
+) -> Tensor:
+    """`kernels.gpu.drift.mean_change`."""
+    shifts = []
+    for first, last in pairwise(edges.tolist()):
+        row, place = rows[first:last].long(), positions[first:last].long()
+        length = cos[place].double().square() + sin[place].double().square()
+        key_change = keys[row].double() - merged[0, place].double()
+        raw = rotate(key_change, cos[place] / length, -sin[place] / length)
+        value_change = values[row].double() - merged[1, place].double()
+        shifts.append(strength * torch.stack((raw.mean(0), value_change.mean(0))))
+    return torch.stack(shifts)
+
+
+def write_rows(
+    merged: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    shifts: Tensor,
+    owner: Tensor,
+    *,
+    cos: Tensor,
+    sin: Tensor,
+) -> None:
+    """`kernels.gpu.drift.write_rows`."""
     stale = (owner >= 0).nonzero()[:, 0]
     change = shifts[owner[stale].long()].double()  # [stale, 2, kv_heads, head_dim]
     turned_keys = rotate(change[:, 0], cos[stale], sin[stale])
     merged[0, stale] = (merged[0, stale].double() + turned_keys).to(merged.dtype)
     merged[1, stale] = (merged[1, stale].double() + change[:, 1]).to(merged.dtype)
+    written = (owner < -1).nonzero()[:, 0]
+    row = -2 - owner[written].long()
+    merged[0, written] = keys[row].to(merged.dtype)
+    merged[1, written] = values[row].to(merged.dtype)
 
 
 def _scores(

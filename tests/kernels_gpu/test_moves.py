@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from cachecraft_rag.kernels.gpu.drift import shift_stale
+from cachecraft_rag.kernels.gpu.drift import mean_change, owners, write_rows
 from cachecraft_rag.kernels.gpu.place import place
 from cachecraft_rag.kernels.gpu.rope import rotate
 from tests.kernels_gpu import reference
@@ -116,26 +117,54 @@ def test_an_empty_chunk_changes_nothing() -> None:
     merged, (cos, sin) = noise(1, 2, 4, 2, 8), turns(4, 8, torch.float32)
     before = merged.clone()
     place(merged, [noise(1, 2, 0, 2, 8)], [2], cos=cos, sin=sin)
-    shift_stale(merged[0], noise(0, 2, 2, 8), torch.full((4,), -1, device=DEVICE), cos=cos, sin=sin)
+    nothing = noise(0, 2, 8)
+    owner = torch.full((4,), -1, dtype=torch.int32, device=DEVICE)
+    write_rows(merged[0], nothing, nothing, noise(0, 2, 2, 8), owner, cos=cos, sin=sin)
     assert torch.equal(merged, before)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("tokens", "heads", "head_dim", "width"), SHAPES)
-def test_drift(tokens: int, heads: int, head_dim: int, width: int, dtype: torch.dtype) -> None:
-    keys = tokens + 6
-    cos, sin = turns(keys, width, dtype)
-    found, shifts = (
-        noise(2, keys, heads, head_dim, dtype=dtype),
-        noise(2, 2, heads, head_dim, seed=1),
-    )
-    owner = torch.tensor(([-1, 0, 0, 1, -1, 1, 0] * 6)[:keys], dtype=torch.int32, device=DEVICE)
+def test_mean_change(
+    tokens: int, heads: int, head_dim: int, width: int, dtype: torch.dtype
+) -> None:
+    total = tokens + 70  # more rows than a program reads at a time
+    cos, sin = (2.0 * turn for turn in turns(total, width, dtype))  # as a rope scaling stretches
+    merged = noise(2, total, heads, head_dim, dtype=dtype)
+    # views, as the layers hand them over
+    rows = noise(total, 3, heads, head_dim, seed=1, dtype=dtype)
+    keys, values = rows[:, 0], rows[:, 2]
+    changed = torch.arange(1, total, dtype=torch.int32, device=DEVICE)
+    positions = total - changed
+    edges = torch.tensor([0, 2, len(changed)], dtype=torch.int32, device=DEVICE)
+    how = {"rows": changed, "positions": positions, "edges": edges, "strength": 0.4}
+    found = mean_change(merged, keys, values, **how, cos=cos, sin=sin)
+    expected = reference.mean_change(merged, keys, values, **how, cos=cos, sin=sin)
+    assert found.dtype == torch.float32
+    assert torch.allclose(found.double(), expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("tokens", "heads", "head_dim", "width"), SHAPES)
+def test_rows_are_written_and_stale_tokens_move(
+    tokens: int, heads: int, head_dim: int, width: int, dtype: torch.dtype
+) -> None:
+    total = tokens + 8
+    cos, sin = turns(total, width, dtype)
+    found = noise(2, total, heads, head_dim, dtype=dtype)
+    shifts = noise(2, 2, heads, head_dim, seed=1)
+    rows = noise(3, 2, heads, head_dim, seed=2, dtype=dtype)
+    keys, values = rows[:, 0], rows[:, 1]
+    positions = np.array([1, 3, total - 1])
+    table = owners(total, positions, [(0, range(4)), (1, range(4, 6)), (0, range(7, total))])
+    owner = torch.from_numpy(table).to(DEVICE)
     before, expected = found.clone(), found.double()
-    shift_stale(found, shifts, owner, cos=cos, sin=sin)
-    reference.shift_stale(expected, shifts, owner, cos=cos, sin=sin)
+    write_rows(found, keys, values, shifts, owner, cos=cos, sin=sin)
+    reference.write_rows(expected, keys, values, shifts, owner, cos=cos, sin=sin)
     assert near(found, expected)
-    assert torch.equal(found[:, owner < 0], before[:, owner < 0])
-    assert not torch.equal(found[:, owner >= 0], before[:, owner >= 0])
+    assert torch.equal(found[0, positions], keys), "rows are copied, not computed"
+    assert torch.equal(found[1, positions], values)
+    assert torch.equal(found[:, 6], before[:, 6]), "it is neither written nor stale"
 
 
 def test_what_does_not_fit_together_is_refused() -> None:
@@ -161,22 +190,18 @@ def test_what_does_not_fit_together_is_refused() -> None:
         rotate(noise(3, 2, 8), cos, sin)
     with pytest.raises(ValueError, match="side by side"):
         rotate(noise(9, 8, 2).transpose(1, 2), cos, sin)
+    rows = noise(3, 2, 8)
+    few = torch.zeros(3, dtype=torch.int32, device=DEVICE)
+    enough = torch.zeros(9, dtype=torch.int32, device=DEVICE)
     with pytest.raises(ValueError, match="owners"):
-        shift_stale(
-            merged[0],
-            noise(1, 2, 2, 8),
-            torch.zeros(3, dtype=torch.int32, device=DEVICE),
-            cos=cos,
-            sin=sin,
-        )
+        write_rows(merged[0], rows, rows, noise(1, 2, 2, 8), few, cos=cos, sin=sin)
     with pytest.raises(ValueError, match="changes"):
-        shift_stale(
-            merged[0],
-            noise(1, 2, 3, 8),
-            torch.zeros(9, dtype=torch.int32, device=DEVICE),
-            cos=cos,
-            sin=sin,
-        )
+        write_rows(merged[0], rows, rows, noise(1, 2, 3, 8), enough, cos=cos, sin=sin)
+    with pytest.raises(ValueError, match="rows"):
+        write_rows(merged[0], rows, noise(3, 3, 8), noise(1, 2, 2, 8), enough, cos=cos, sin=sin)
+    how = {"rows": few, "positions": few, "edges": few[:2], "strength": 1.0}
+    with pytest.raises(ValueError, match="cosines"):
+        mean_change(merged[0], rows, rows, **how, cos=cos[1:], sin=sin[1:])
 
 
 def test_only_the_named_layers_are_placed() -> None:

@@ -130,7 +130,7 @@ def test_the_lowest_overhead_wins() -> None:
     assert (found.beta, found.gamma) == (pytest.approx(2 / 3), 0.0)
     reordered = plan_last(prompt_of("b", "a", "d", "c"), none, half, most)
     assert reordered.variant == half  # γ = 1 takes all of the other's overlap away
-    assert plan_last(prompt_of("b", "a", "d", "c"), most).adjusted == 0.0
+    assert plan_last(prompt_of("b", "a", "d", "c"), most).beta_prime == 0.0
 
 
 def test_of_equals_the_purer_birth_wins() -> None:
@@ -181,12 +181,12 @@ def test_with_published_scoring_the_overlap_of_an_inexact_capture_counts_in_full
     published = CONFIG.with_method(scoring="published")
     inexact = variant("c", "a", exact_share=0.75)
     found = plan_last(prompt_of("a", "c"), inexact, config=published)
-    assert (found.outcome, found.beta, found.adjusted, found.cfo) == ("reused", 1.0, 1.0, 0.0)
+    assert (found.outcome, found.beta, found.beta_prime, found.cfo) == ("reused", 1.0, 1.0, 0.0)
 
 
 def test_an_impure_birth_is_not_exact_even_behind_the_same_prefix() -> None:
     found = plan_last(prompt_of("a", "c"), variant("c", "a", exact_share=0.75))
-    assert (found.outcome, found.beta, found.adjusted) == ("reused", 1.0, 0.75)
+    assert (found.outcome, found.beta, found.beta_prime) == ("reused", 1.0, 0.75)
     assert found.cfo == pytest.approx(0.5 * 0.6 * 0.25)  # α · CCI · (1 - β′)
 
 
@@ -239,7 +239,7 @@ def test_what_a_lossy_codec_kept_is_never_exact_and_needs_no_fixing(codec: str) 
         ReuseConfig(method=ReuseMethod(scope="prefix")),
     ):
         found = plan_last(prompt_of("a", "c"), moved, own, config=config)
-        assert (found.outcome, found.variant, found.adjusted, found.cfo) == (
+        assert (found.outcome, found.variant, found.beta_prime, found.cfo) == (
             "reused",
             own,
             1.0,

@@ -509,5 +509,5 @@ def test_a_passage_that_occurs_twice_does_not_spoil_the_candidates_of_those_afte
     assert len(found) == 3  # the two passages, and the prompt up to the repeated one
     for candidate in found.values():
         segments = range(len(candidate.segments))
-        assert candidate.first <= set(segments)
+        assert candidate.never_stored <= set(segments)
         assert candidate.fixed.keys() <= set(segments)

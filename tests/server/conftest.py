@@ -115,7 +115,10 @@ def serve(make_engine: Callable[..., Engine], tmp_path: Path) -> Iterator[Callab
                 "folder": folder,
             }
             endpoint = EndpointSettings(
-                **({"model": "tiny", "plain_prompts": "reuse"} | (settings or {}))
+                **(
+                    {"model": "tiny", "plain_prompts": "reuse", "admin_keys": None}
+                    | (settings or {})
+                )
             )
             made = LocalServer(engine, endpoint, **(given | (server or {})))
             return Served(opened.enter_context(running(made)), engine)

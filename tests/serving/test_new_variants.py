@@ -23,11 +23,12 @@ from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.planning.config import ReuseConfig, ReuseMethod
-from cachecraft_rag.serving import step_loop
 from cachecraft_rag.serving.config import NewVariants
 from cachecraft_rag.serving.generation import Generation
+from cachecraft_rag.serving.loop import ready_steps
+from cachecraft_rag.serving.loop.ready_steps import Computed, ReadySteps
+from cachecraft_rag.serving.loop.task import LoopTask, Priority
 from cachecraft_rag.serving.sampling import SamplingParams
-from cachecraft_rag.serving.step_loop import LoopTask, Priority, StepLoop
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.store.catalog_records import RowFilter
 from cachecraft_rag.types.documents import Chunk
@@ -93,12 +94,12 @@ class Layers:
         self.run: list[str] = []
         self._gate, self.reached = threading.Event(), threading.Event()
         self._gate.set()
-        layer, advance = decoder.layer, StepLoop._advance
+        layer, advance = decoder.layer, ReadySteps._advance
         level: list[Priority] = []
 
-        def noted(loop: StepLoop, tasks: Any) -> None:
+        def noted(ready: ReadySteps, tasks: Any) -> list[Computed]:
             level[:] = [tasks[0].priority]
-            advance(loop, tasks)
+            return advance(ready, tasks)
 
         def counted(*args: Any, **kwargs: Any) -> torch.Tensor:
             background = level == [Priority.IDLE]
@@ -109,7 +110,7 @@ class Layers:
             level.clear()
             return layer(*args, **kwargs)
 
-        patch.setattr(StepLoop, "_advance", noted)
+        patch.setattr(ReadySteps, "_advance", noted)
         patch.setattr(decoder, "layer", counted)
 
     def hold(self) -> None:
@@ -285,7 +286,7 @@ def test_a_request_waits_for_one_layer_at_most(
 def test_always_takes_turns_with_an_answer_that_is_under_way(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(step_loop, "_PAUSE_S", 1e9)
+    monkeypatch.setattr(ready_steps, "_PAUSE_S", 1e9)
     engine = make_engine(new_variants=NewVariants("always", share=1e9))
     ask(engine, ORDERS[0])
     open_answer = engine.stream(QUESTION, ORDERS[0], sampling=SHORT)
@@ -302,14 +303,14 @@ def test_a_reader_who_pauses_does_not_stop_it_for_good(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine = make_engine(decoder=decoder_of_letters())
-    monkeypatch.setattr(step_loop, "_PAUSE_S", 1e9)
+    monkeypatch.setattr(ready_steps, "_PAUSE_S", 1e9)
     ask(engine, ORDERS[0])
     open_answer = engine.stream(QUESTION, ORDERS[0], sampling=LONG)
     next(open_answer)
     ask(engine, ORDERS[1], settle=False)
     assert not engine.settle(0.5)
     assert engine.new_variants.stats.captured == 0
-    monkeypatch.setattr(step_loop, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(ready_steps, "_PAUSE_S", 0.0)
     assert engine.settle(60)
     assert engine.new_variants.stats.captured > 0
     open_answer.close()
@@ -318,7 +319,7 @@ def test_a_reader_who_pauses_does_not_stop_it_for_good(
 def test_an_abandoned_answer_does_not_stop_it(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(step_loop, "_PAUSE_S", 1e9)
+    monkeypatch.setattr(ready_steps, "_PAUSE_S", 1e9)
     ask(engine, ORDERS[0])
     open_answer = engine.stream(QUESTION, ORDERS[1], sampling=LONG)
     next(open_answer)
@@ -460,7 +461,7 @@ def test_a_capture_that_cannot_be_computed_is_dropped(
 ) -> None:
     ask(engine, ORDERS[0])
     with monkeypatch.context() as patch:
-        patch.setattr(StepLoop, "_advance", failing_in_idle_time(RuntimeError("out of memory")))
+        patch.setattr(ReadySteps, "_advance", failing_in_idle_time(RuntimeError("out of memory")))
         ask(engine, ORDERS[1])
     assert engine.new_variants.stats.dropped == {"failed": 1}
     assert "could not be computed" in caplog.text
@@ -468,14 +469,13 @@ def test_a_capture_that_cannot_be_computed_is_dropped(
     assert ask(engine, ORDERS[1]).stats.tokens_recomputed == 0
 
 
-def failing_in_idle_time(error: Exception) -> Callable[[StepLoop, Any], None]:
-    own = StepLoop._advance
+def failing_in_idle_time(error: Exception) -> Callable[[ReadySteps, Any], list[Computed]]:
+    own = ReadySteps._advance
 
-    def advance(loop: StepLoop, tasks: Any) -> None:
+    def advance(ready: ReadySteps, tasks: Any) -> list[Computed]:
         if tasks[0].priority is Priority.IDLE:
-            loop._resume(tasks[0], None, error)
-        else:
-            own(loop, tasks)
+            return [Computed(tasks[0], None, error)]
+        return own(ready, tasks)
 
     return advance
 
@@ -483,7 +483,7 @@ def failing_in_idle_time(error: Exception) -> Callable[[StepLoop, Any], None]:
 def test_a_mistake_ends_new_variants_but_no_answer(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(StepLoop, "_advance", failing_in_idle_time(KeyError("a mistake")))
+    monkeypatch.setattr(ReadySteps, "_advance", failing_in_idle_time(KeyError("a mistake")))
     for order in ORDERS[:3]:
         ask(engine, order)
     stats = engine.new_variants.stats

@@ -26,9 +26,10 @@ from cachecraft_rag.engine.config import EngineTuning
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.planning.config import ReuseConfig
-from cachecraft_rag.serving import joint_rows, step_loop
+from cachecraft_rag.serving.loop import joint_rows, ready_steps
+from cachecraft_rag.serving.loop.step_loop import StepLoop
+from cachecraft_rag.serving.loop.task import LoopTask, Priority
 from cachecraft_rag.serving.sampling import Sampler, SamplingParams
-from cachecraft_rag.serving.step_loop import LoopTask, Priority, StepLoop
 from cachecraft_rag.serving.token_queue import MAX_UNREAD
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.types.documents import Chunk
@@ -632,7 +633,7 @@ def test_a_long_pause_of_one_reader_does_not_keep_the_loop_awake(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Work for idle time waits until the other reader has paused as long, too."""
-    monkeypatch.setattr(step_loop, "_PAUSE_S", 500.0)
+    monkeypatch.setattr(ready_steps, "_PAUSE_S", 500.0)
     loop = StepLoop(engine.decoder, engine.loop.joint)
     now = time.perf_counter()
     for priority, paused_s in (

@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
+import torch
 
 from cachecraft_rag.errors import ConfigError
+from cachecraft_rag.store import ChunkCacheStore, Listed
+from cachecraft_rag.store.catalog.eviction_rules import SECONDS_BETWEEN_RUNS
 from cachecraft_rag.store.eviction import POLICIES, Use, VariantFacts, policy_named, worth
+from cachecraft_rag.types.captures import Capture, TokenScores
+from cachecraft_rag.types.kv_layout import KVLayout
+from cachecraft_rag.types.variants import VariantKey
+
+DAY = 86_400.0
 
 
 def standing(
@@ -62,3 +74,116 @@ def test_policies_by_name() -> None:
     assert all(policy.name == name for name, policy in POLICIES.items())
     with pytest.raises(ConfigError, match="saving, f_r"):
         policy_named("lru")
+
+
+# -- rules on age and last use ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class MaxChunkAge:
+    """Evicts chunk-caches that were captured more than `seconds` ago."""
+
+    seconds: float
+
+    def __call__(self, row: Listed, now: float) -> bool:
+        return now - row.variant.created > self.seconds
+
+
+def unused_for_a_day(row: Listed, now: float) -> bool:
+    return now - row.last_used > DAY
+
+
+class Clock:
+    """The time of day as a test sets it."""
+
+    def __init__(self) -> None:
+        self.now = 1_800_000_000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    chosen = Clock()
+    monkeypatch.setattr(time, "time", chosen)
+    return chosen
+
+
+def add(store: ChunkCacheStore, chunk: str) -> None:
+    layout = KVLayout(layers=1, kv_heads=1, head_dim=8, dtype="float32")
+    key = VariantKey("ns", "model", chunk, ("system",))
+    kv = torch.zeros(layout.shape(4))
+    capture = Capture(key, layout, "tokens", kv, TokenScores(), (0.1,), 0.3, 0.6, 1.0, None)
+    store.put(capture).result()
+
+
+def use(store: ChunkCacheStore, chunk: str) -> None:
+    (variant,) = store.lookup("ns", "model", [chunk])[chunk]
+    store.used(variant.variant_id, recomputed=0.2, tokens=variant.tokens)
+    assert store.flush()
+
+
+def chunks(store: ChunkCacheStore) -> set[str]:
+    assert store.flush()
+    return {row.variant.key.chunk_id for row in store.rows()}
+
+
+def test_chunk_caches_beyond_a_maximum_age_leave_when_the_store_is_opened(
+    tmp_path: Path, clock: Clock
+) -> None:
+    with ChunkCacheStore.open(tmp_path) as store:
+        add(store, "old")
+        clock.now += DAY
+        add(store, "young")
+
+    clock.now += DAY / 2
+    with ChunkCacheStore.open(tmp_path, rules=[MaxChunkAge(DAY)]) as store:
+        assert chunks(store) == {"young"}
+        assert store.stats().evictions["disk"] == {"rule": 1}
+        assert len(list(tmp_path.rglob("*.safetensors"))) == 1
+
+
+@pytest.mark.parametrize("noticed_by", [add, use])
+def test_chunk_caches_that_grow_too_old_leave_memory_and_disk_while_the_store_is_used(
+    tmp_path: Path, clock: Clock, noticed_by: Callable[[ChunkCacheStore, str], None]
+) -> None:
+    with ChunkCacheStore.open(tmp_path, rules=[MaxChunkAge(DAY)]) as store:
+        add(store, "old")
+        clock.now += DAY - 2 * SECONDS_BETWEEN_RUNS
+        add(store, "young")
+        assert chunks(store) == {"old", "young"}
+        memory = store.stats().host_bytes
+
+        clock.now += 3 * SECONDS_BETWEEN_RUNS
+        noticed_by(store, "young")
+        assert chunks(store) == {"young"}
+        assert store.stats().host_bytes == memory / 2
+
+
+def test_a_rule_on_the_last_use_spares_what_is_used(tmp_path: Path, clock: Clock) -> None:
+    with ChunkCacheStore.open(tmp_path) as store:
+        add(store, "used")
+        add(store, "unused")
+        clock.now += DAY
+        use(store, "used")
+
+    clock.now += DAY / 2
+    with ChunkCacheStore.open(tmp_path, eviction="f_r", rules=[unused_for_a_day]) as store:
+        assert chunks(store) == {"used"}
+        (row,) = store.rows()
+        assert (row.variant.created, row.last_used) == (clock.now - 1.5 * DAY, clock.now - DAY / 2)
+
+
+def test_a_store_without_rules_evicts_nothing_by_age(tmp_path: Path, clock: Clock) -> None:
+    with ChunkCacheStore.open(tmp_path) as store:
+        add(store, "old")
+    clock.now += 1000 * DAY
+    with ChunkCacheStore.open(tmp_path) as store:
+        assert chunks(store) == {"old"}
+
+
+@pytest.mark.parametrize("rules", [unused_for_a_day, [DAY]])
+def test_rules_that_are_not_a_list_of_functions_are_refused(tmp_path: Path, rules: object) -> None:
+    with pytest.raises(ConfigError, match="rules must be"):
+        ChunkCacheStore.open(tmp_path, rules=rules)  # type: ignore[arg-type]

@@ -6,7 +6,7 @@ import gc
 import os
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -158,7 +158,13 @@ class Server:
     key, namespace = "the tests' key", "default"
 
     def __init__(
-        self, model: Path, store: Path, *, caches: dict[str, Any] | None = None, **options: Any
+        self,
+        model: Path,
+        store: Path,
+        *,
+        caches: dict[str, Any] | None = None,
+        beside: Sequence[dict[str, Any]] = (),
+        **options: Any,
     ) -> None:
         import torch
         from vllm import LLM
@@ -185,15 +191,22 @@ class Server:
             "block_size": 32,
             "enable_prefix_caching": False,
             "seed": 0,
-            "kv_transfer_config": settings.transfer_config(),
+            "kv_transfer_config": settings.transfer_config(beside),
             "disable_log_stats": True,
         }
         if torch.cuda.is_available():
             given |= {"gpu_memory_utilization": 0.15, "kv_cache_memory_bytes": 1 << 30}
         self.llm: Any = LLM(model=str(model), **(given | served.arguments | options))
 
-    def ask(self, asks: list[Ask | list[int]], *, tokens: int = 16, **options: Any) -> list[Served]:
-        """Serve these at once; token ids alone are a plain prompt."""
+    def ask(
+        self,
+        asks: list[Ask | list[int]],
+        *,
+        tokens: int = 16,
+        adapters: list[Any] | None = None,
+        **options: Any,
+    ) -> list[Served]:
+        """Serve these at once; token ids alone are a plain prompt. `adapters` has a LoRA request or None for each."""
         from vllm import SamplingParams
 
         from cachecraft_rag.vllm.messages import FIELD
@@ -213,7 +226,7 @@ class Server:
                 prompts.append({"prompt_token_ids": ask.prompt.token_ids, "cache_salt": salt})
                 how["extra_args"] = {"kv_transfer_params": {FIELD: ask.message(self.key)}}
             params.append(SamplingParams(**how))
-        outputs = self.llm.generate(prompts, params, use_tqdm=False)
+        outputs = self.llm.generate(prompts, params, use_tqdm=False, lora_request=adapters)
         found = []
         for output in outputs:
             best = output.outputs[0]

@@ -47,16 +47,7 @@ class ServerProcess:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         self.url, self.store, self._log = f"http://127.0.0.1:{port}", store, log
-        command = [
-            str(Path(sys.executable).with_name("cachecraft")),
-            "serve",
-            str(model),
-            "--store",
-            str(store),
-        ]
-        command += ["--port", str(port), *options]
-        if "--" not in options:
-            command.append("--")
+        command = self.command(model, port, options)
         command += ["--enforce-eager", "--max-num-seqs", "8", "--block-size", "32", "--seed", "0"]
         env = {
             name: value
@@ -76,6 +67,17 @@ class ServerProcess:
                 cwd=log.parent,
             )
         self._wait()
+
+    def command(self, model: Path | str, port: int, options: tuple[str, ...]) -> list[str]:
+        """The command, up to the arguments of vLLM that all servers get."""
+        command = [str(Path(sys.executable).with_name("cachecraft")), "serve", str(model)]
+        command += ["--store", str(self.store), "--port", str(port), *options]
+        return command if "--" in options else [*command, "--"]
+
+    @property
+    def pid(self) -> int:
+        """Id of the process that serves HTTP."""
+        return self._process.pid
 
     def _wait(self) -> None:
         deadline = time.monotonic() + START_S

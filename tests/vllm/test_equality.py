@@ -16,7 +16,7 @@ from torch import Tensor
 pytest.importorskip("vllm")
 
 from cachecraft_rag.compute.decode import extend
-from cachecraft_rag.compute.stack import WholePass
+from cachecraft_rag.compute.stack import LayerPass, WholePass
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.kernels.memory import Recycler
 from cachecraft_rag.model.decoder import Decoder
@@ -29,6 +29,7 @@ from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.types.documents import Chunk
 from cachecraft_rag.types.prompts import Prompt
 from cachecraft_rag.vllm.messages import Ask
+from cachecraft_rag.vllm.worker import working
 from cachecraft_rag.vllm.worker.whole_model import VLLMForward
 from tests.vllm.conftest import TEXTS, Server
 
@@ -158,8 +159,9 @@ def assert_equal(found: Any, one: Expected, layers: int) -> None:
 
 @pytest.fixture
 def whole_runs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """Rows and layers of each call of vLLM's own forward for a pass, in this process."""
-    run = VLLMForward.run
+    """Rows and layers of each call of vLLM's own forward for a pass, in this process, however slow the machine is."""
+    monkeypatch.setattr(working, "LONGEST_CALL_S", math.inf)
+    run, run_raw = VLLMForward.run, VLLMForward.run_raw
     runs: list[tuple[int, int]] = []
 
     def counted(
@@ -168,7 +170,12 @@ def whole_runs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
         runs.append((len(ids), layers))
         run(forward, ids, positions, whole_pass, layers)
 
+    def counted_raw(forward: VLLMForward, ids: Tensor, layer_pass: LayerPass, layers: int) -> None:
+        runs.append((len(ids), layers))
+        run_raw(forward, ids, layer_pass, layers)
+
     monkeypatch.setattr(VLLMForward, "run", counted)
+    monkeypatch.setattr(VLLMForward, "run_raw", counted_raw)
     return runs
 
 
@@ -186,6 +193,29 @@ def assert_passes_ran_at_once(
         (ask,) = asks_of({name: cases[name]})
         assert_equal(server.ask([ask])[0], cases[name], layers)
         assert [depth for _, depth in runs] == depths, name
+
+
+def assert_captures_are_exact(server: Server, cases: dict[str, Expected]) -> Ask:
+    """Answers after new chunks, and after the same ones once they are stored, are vLLM's own; returns the request."""
+    prompt = cases["nothing reused"].prompt
+    new = Prompt(
+        tuple(
+            replace(one, segment_id=f"new {one.segment_id}", token_ids=one.token_ids[::-1].copy())
+            if one.kind == "chunk"
+            else one
+            for one in prompt.segments
+        )
+    )
+    (plain,) = server.ask([new.token_ids])
+    ask = Ask(new, replace(BASE, capture=True), when_stored=True)
+    for outcome in ("computed", "exact"):
+        (found,) = server.ask([ask])
+        outcomes = [one["outcome"] for one in found.report["segments"]]
+        assert set(outcomes[1:-1]) == {outcome}
+        assert "layer_by_layer" not in found.report
+        assert found.tokens == plain.tokens
+        assert found.logprobs == pytest.approx(plain.logprobs, abs=LOGPROBS_APART)
+    return ask
 
 
 def asks_of(cases: dict[str, Expected]) -> list[Ask]:
@@ -232,6 +262,10 @@ def test_rows_and_answers_are_those_of_the_hugging_face_engine(
     server = make_server(folder, tmp_path / "caches")
     assert_all_equal(server, cases, layers)
     assert_passes_ran_at_once(server, cases, layers, whole_runs)
+    ask = assert_captures_are_exact(server, cases)
+    whole_runs.clear()
+    server.ask([replace(ask, config=replace(ask.config, reuse=False))])
+    assert [depth for _, depth in whole_runs] == [layers], "new chunks cost one call"
     (plain,) = server.ask([cases["nothing reused"].prompt.token_ids])
     assert (plain.tokens, plain.report) == (cases["nothing reused"].tokens, {})
 
@@ -314,6 +348,10 @@ def test_compiled(
     server = make_server(model_folder(family), tmp_path / "caches", enforce_eager=False)
     assert_all_equal(server, cases, layers)
     assert_passes_ran_at_once(server, cases, layers, whole_runs)
+    ask = assert_captures_are_exact(server, cases)
+    whole_runs.clear()
+    server.ask([replace(ask, config=replace(ask.config, reuse=False))])
+    assert [depth for _, depth in whole_runs] == [layers], "new chunks cost one call"
     assert count(None) > before
 
 
@@ -343,3 +381,4 @@ def test_compiled_in_processes_of_its_own(
     compiled = server.llm.collective_rpc(counts_compiled())
     assert len(compiled) == ranks
     assert min(compiled) > 0
+    assert_captures_are_exact(server, cases)

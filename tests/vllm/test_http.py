@@ -50,6 +50,7 @@ QUESTIONS = (
 ORDERS = ([0, 1, 2], [2, 0, 3], [4, 3, 1], [5, 0, 4])
 
 
+ADMIN = "the key of the administrator"
 CONTEXT = 3500  # of the server; the model's own is 8192
 LONG = 2700  # tokens of an answer that is still being written when something else happens
 
@@ -59,7 +60,10 @@ def server(
     model_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[ServerProcess]:
     folder = tmp_path_factory.mktemp("served")
+    (folder / "keys").write_text(ADMIN)
     options = (
+        "--admin-key-file",
+        str(folder / "keys"),
         "--max-model-len",
         str(CONTEXT),
         "--session-header",
@@ -136,7 +140,7 @@ def test_the_rag_loop_with_every_client(
     # Once more, by each client; the settings differ, so vLLM's own prefix cache has none of it.
     texts = []
     with (
-        HTTPEngine.connect(server.url) as engine,
+        HTTPEngine.connect(server.url, admin_key=ADMIN) as engine,
         Engine.from_pretrained(
             str(model_folder("Llama")), store=store, reuse=REUSE, dtype="float32"
         ) as here,
@@ -229,7 +233,7 @@ def test_the_facade_indexes_primes_and_forgets(
     document = Document(
         "manual", "\n\n".join(f"{text} Page {i}. " * 4 for i, text in enumerate(TEXTS[:3]))
     )
-    with CacheCraft.connect(server.url, store=tmp_path) as rag:
+    with CacheCraft.connect(server.url, store=tmp_path, admin_key=ADMIN) as rag:
         rag.add_documents([document])
         estimate = rag.estimate_priming()
         assert estimate.captures >= 2
@@ -693,7 +697,8 @@ def test_malformed_requests_harm_nobody(server: ServerProcess) -> None:
         "token_ids"
     ]
     statuses: Counter[int] = Counter()
-    with httpx.Client(headers={"Content-Type": "application/json"}, timeout=600) as client:
+    headers = {"Content-Type": "application/json", "X-CacheCraft-Admin-Key": ADMIN}
+    with httpx.Client(headers=headers, timeout=600) as client:
         for path, raw in bad_bodies(random.Random(5), MALFORMED):
             answer = client.post(f"{server.url}/v1/{path}", content=raw)
             assert answer.status_code in (200, 400, 404, 422), (path, raw[:300], answer.text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from itertools import permutations
 from pathlib import Path
@@ -11,7 +12,10 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from tests.vllm.http_server import ServerProcess
+from cachecraft_rag.store import ChunkCacheStore, RowFilter
+from cachecraft_rag.store.config import CACHE_FOLDER
+from cachecraft_rag.types.documents import chunk_id_of
+from tests.vllm.http_server import START_S, ServerProcess
 
 pytestmark = pytest.mark.slow
 
@@ -64,6 +68,24 @@ def ask(
     return dict(answer.json())
 
 
+def ask_first(server: ServerProcess, *, about: str = "", **how: Any) -> dict[str, Any]:
+    """Ask about documents that are new after this instruction, and wait until all are stored, in the background."""
+    before = stored(server, about)
+    answer = ask(server, ORDERS[0], about=about, **how)
+    deadline = time.monotonic() + START_S
+    while stored(server, about) < before + len(LONG_TEXTS):
+        assert time.monotonic() < deadline, details(answer)
+        time.sleep(0.2)
+    return answer
+
+
+def stored(server: ServerProcess, about: str) -> int:
+    """The number of chunk-caches of the documents about something, after any instruction."""
+    chunk_ids = tuple(chunk_id_of(text + about) for text in LONG_TEXTS)
+    with ChunkCacheStore.open(server.store / CACHE_FOLDER) as store:
+        return len(store.rows(RowFilter(chunk_ids=chunk_ids), limit=1000))
+
+
 def details(answer: dict[str, Any]) -> dict[str, Any]:
     return dict(answer["kv_transfer_params"]["cachecraft"])
 
@@ -90,7 +112,8 @@ def tokens(answer: dict[str, Any]) -> list[int]:
 def test_documents_in_any_order_are_reused_after_a_client_s_own_instruction(
     server: ServerProcess, instruction: str
 ) -> None:
-    answers = [ask(server, order, instruction=instruction) for order in ORDERS]
+    answers = [ask_first(server, instruction=instruction)]
+    answers += [ask(server, order, instruction=instruction) for order in ORDERS[1:]]
     assert [details(answer)["refused"] for answer in answers] == [None] * 4
     assert all(reused_share(answer) >= 0.75 for answer in answers[1:])
 
@@ -98,7 +121,7 @@ def test_documents_in_any_order_are_reused_after_a_client_s_own_instruction(
 def test_tokens_of_chunks_and_instruction_are_counted_as_cached(server: ServerProcess) -> None:
     """With settings that recompute few tokens, as the chunk before the question is recomputed whole by default."""
     about = "It concerns the usage. "
-    ask(server, ORDERS[0], about=about)
+    ask_first(server, about=about)
     for order in ORDERS[1:]:
         settings = {"recompute_ratio": 0.2, "nearest_share": 0.0}
         answer = ask(server, order, about=about, cachecraft=settings)
@@ -156,7 +179,7 @@ def test_a_private_instruction_without_a_session_is_left_to_vllm_and_says_so(
     chunks = [chunk for answer in answers for chunk in details(answer)["stats"]["chunks"]]
     assert {chunk["outcome"] for chunk in chunks} == {"computed", "exact"}, "vLLM's own blocks only"
     in_session = {**private, "headers": {SESSION: "ada"}}
-    ask(server, ORDERS[0], about=about, **in_session)
+    ask_first(server, about=about, **in_session)
     later = ask(server, ORDERS[1], about=about, **in_session)
     assert reused_share(later) >= 0.75
     assert details(later)["note"] is None
@@ -169,7 +192,7 @@ def test_chunk_caches_after_a_private_instruction_serve_its_session_only(
     about = "The user is Eve. "
     private: dict[str, Any] = {"cachecraft": {"private_system": True}}
     hers = private | {"headers": {SESSION: "eve"}}
-    ask(server, ORDERS[0], about=about, **hers)
+    ask_first(server, about=about, **hers)
     assert reused_share(ask(server, ORDERS[1], about=about, **hers)) >= 0.75
     bob = {"headers": {SESSION: "bob"}}
     for others in (private | bob, private, {}):

@@ -19,6 +19,7 @@ from vllm.entrypoints.serve.engine.protocol import ErrorInfo, ErrorResponse
 from cachecraft_rag.engine.config import EngineConfig
 from cachecraft_rag.server.settings import EndpointSettings
 from cachecraft_rag.store import ChunkCacheStore
+from cachecraft_rag.vllm.idle.audits import PredictedAnswer
 from cachecraft_rag.vllm.messages import FIELD, Ask
 from cachecraft_rag.vllm.served_model import VLLMModel
 from cachecraft_rag.vllm.server import unmarked
@@ -41,6 +42,7 @@ class Handler:
         self.given: list[dict[str, Any]] = []
         self.sent: list[dict[str, Any]] = []
         self.template: str | None = None  # in place of the tokenizer's
+        self.adapter: str | None = None  # of the model that the request names
         self._tokenizer = tokenizer
 
     async def _generate(
@@ -78,7 +80,9 @@ class Handler:
             logprobs=None,
         )
         note = ""
-        async for output in self.engine_client.generate(prompt, params, "request"):
+        async for output in self.engine_client.generate(
+            prompt, params, "request", lora_request=self.adapter
+        ):
             note = (output.kv_transfer_params or {FIELD: {"note": ""}})[FIELD]["note"]
         error = ErrorInfo(message=str(note), type="of this test", code=400)
         return ErrorResponse(error=error)
@@ -159,3 +163,25 @@ def test_a_prompt_whose_messages_the_chat_template_changes_is_left_to_vllm_and_s
         assert "not searched: messages 0" in note, answer.text
         assert "chat template" in note
         assert handler.sent[-1] == {}
+
+
+def test_a_request_with_an_adapter_says_why_it_is_left_to_vllm_and_is_not_audited(
+    made: tuple[TestClient, Handler, ServerEngine],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An audit would compare the adapter's answer with the base model's."""
+    client, handler, engine = made
+    audited = PredictedAnswer()
+    monkeypatch.setattr(engine, "predicted_answer", lambda _request: audited)
+    body = {"messages": [{"role": "user", "content": "Is it?"}], "documents": DOCUMENTS}
+    base = client.post("/v1/chat/completions", json=body)
+    assert base.json()["error"]["message"] == "None"
+    assert audited.tokens == [1]
+
+    handler.adapter = "an adapter"
+    left = client.post("/v1/chat/completions", json=body)
+    assert "left to vLLM: it uses a LoRA adapter" in left.json()["error"]["message"], left.text
+    assert audited.tokens == [1], "nothing was noted"
+    statistics = client.get("/v1/cachecraft/requests/request").json()["stats"]["chunks"]
+    assert {chunk["reason_code"] for chunk in statistics} == {"left_to_server"}
+    assert all("LoRA" in chunk["reason"] for chunk in statistics)

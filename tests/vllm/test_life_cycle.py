@@ -27,7 +27,7 @@ from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.serving.priming import Primer
 from cachecraft_rag.store import ChunkCacheStore
-from cachecraft_rag.vllm.messages import Ask, Fill, News
+from cachecraft_rag.vllm.messages import Ask, Fill, StepResult
 from cachecraft_rag.vllm.served_model import ModelIdentity
 from cachecraft_rag.vllm.settings import ConnectorSettings
 from cachecraft_rag.vllm.worker import working
@@ -76,7 +76,7 @@ class Step:
     runs: list[str]
     finished: set[str] = field(default_factory=set)
     failed_blocks: set[int] = field(default_factory=set)
-    news: News | None = None
+    result: StepResult | None = None
 
 
 class Core:
@@ -145,7 +145,7 @@ class Core:
         fills = self.scheduling.take_fills()
         gone = sorted({*self.finished_ids, *self.scheduling.take_given_up()})
         self.finished_ids = set()
-        return Step(fills, gone, idle, self.scheduling.take_wanted(), runs)
+        return Step(fills, gone, idle, self.scheduling.take_captures_awaited(), runs)
 
     def begin(self, running: Running) -> bool:
         """Ask the connector, and give the request its blocks; returns False if it has to wait."""
@@ -167,11 +167,16 @@ class Core:
     def execute(self, step: Step) -> None:
         """The worker's side of a step: `pre_forward`, the forward, and `post_forward`."""
         self.workers.step(
-            step.fills, step.gone, rows=1, alone=not step.runs, idle=step.idle, wanted=step.wanted
+            step.fills,
+            step.gone,
+            rows=1,
+            vllm_is_free=not step.runs,
+            idle=step.idle,
+            captures_awaited=step.wanted,
         )
         step.finished = self.workers.finished()
         step.failed_blocks = self.workers.failed_blocks()
-        step.news = self.workers.news()
+        step.result = self.workers.take_result()
 
     def update(self, step: Step) -> None:
         """`Scheduler.update_from_output`."""
@@ -185,8 +190,8 @@ class Core:
                 if not running.own:
                     self.filled.append(name)
                 self.finish(name)
-        if step.news is not None:
-            self.scheduling.take_news(step.news)
+        if step.result is not None:
+            self.scheduling.take_result(step.result)
         self.scheduling.ended(step.finished)
         for name in step.finished:
             running = self.requests[name]  # vLLM asserts that it knows the request

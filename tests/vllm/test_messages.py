@@ -11,7 +11,7 @@ import pytest
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.planning.config import ReuseConfig, ReuseMethod
 from cachecraft_rag.types.prompts import Prompt, Segment
-from cachecraft_rag.vllm.messages import Ask, News
+from cachecraft_rag.vllm.messages import Ask, StepResult
 
 KEY = "a key"
 PROMPT = Prompt(
@@ -104,8 +104,8 @@ def test_salts_differ_wherever_blocks_may_differ() -> None:
 
 def test_news_of_ranks_are_joined() -> None:
     first, second = (
-        News({"r": {"rank": 0}}, frozenset({"a"})),
-        News({"r": {"rank": 1}, "s": {}}, None),
+        StepResult({"r": {"rank": 0}}, frozenset({"a"})),
+        StepResult({"r": {"rank": 1}, "s": {}}, None),
     )
-    assert first.joined(second) == News({"r": {"rank": 0}, "s": {}}, frozenset({"a"}))
+    assert first.joined(second) == StepResult({"r": {"rank": 0}, "s": {}}, frozenset({"a"}))
     assert second.joined(first).capturing == {"a"}

@@ -83,12 +83,12 @@ def test_text_that_nobody_marked_does_not_wait_behind_what_waits_for_an_idle_ser
     go_on, came = threading.Event(), threading.Event()
 
     def capture(wanted: Candidate) -> Captured:
-        came.set() if wanted.first else go_on.wait(60)
+        came.set() if wanted.never_stored else go_on.wait(60)
         return Captured(stored=1, tokens=1)
 
     made = IdleVariants(NewVariants(), capture)
     made.answered(100, candidate("often", tokens=100))
-    made.answered(0, replace(candidate("text"), first=frozenset({1})))
+    made.answered(0, replace(candidate("text"), never_stored=frozenset({1})))
     assert came.wait(60)
     assert not made.settle(0.01)
     go_on.set()
@@ -125,7 +125,7 @@ def test_several_unmarked_texts_wait_for_an_idle_server_at_once() -> None:
 
     made = IdleVariants(NewVariants(), capture)
     for name in ("one", "two", "three"):
-        made.answered(100, replace(candidate(name), first=frozenset({1})))
+        made.answered(100, replace(candidate(name), never_stored=frozenset({1})))
     assert made.settle(120)
     assert (made.stats.captured, made.stats.dropped) == (3, {})
     made.close()
@@ -197,7 +197,7 @@ def test_a_text_that_is_removed_while_it_waits_or_fits_no_prompt_is_not_stored(
         context_length,
         frozenset(),
     )
-    text = replace(candidate("text"), first=frozenset({1}))
+    text = replace(candidate("text"), never_stored=frozenset({1}))
 
     def stored(*_prompt: Any) -> Iterator[Step]:
         """What vLLM does; meanwhile somebody removes the text."""

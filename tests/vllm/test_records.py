@@ -136,7 +136,7 @@ async def served(name: str, records: Records) -> None:
     while (
         record.progress.generated < taken
         or (early and not record.report)
-        or records.get(name, session=None) is None
+        or records.get(name, owner=("", None)) is None
     ):
         await asyncio.sleep(0)
     reader.cancel()  # what vLLM's server does where a client hangs up
@@ -166,7 +166,7 @@ def test_statistics_and_metrics_agree_however_an_answer_ends() -> None:
         ), name
         if tokens:
             assert {kind: getattr(stats, f"tokens_{kind}") for kind in tokens} == tokens, name
-        kept = records.get(name, session=None)
+        kept = records.get(name, owner=("", None))
         assert kept is not None, name
         assert kept["stats"] == stats.as_dict(), name
     samples = [sample for family in counts.collect() for sample in family.samples]
@@ -188,14 +188,14 @@ def test_chunks_of_a_refused_request_say_why_they_were_computed() -> None:
     records = Records(lambda _record: None)
     name = "refused by the connector"
     asyncio.run(served(name, records))
-    kept: Any = records.get(name, session=None)
+    kept: Any = records.get(name, owner=("", None))
     (chunk,) = kept["stats"]["chunks"]
     assert (chunk["outcome"], chunk["reason_code"]) == ("computed", Reason.LEFT_TO_SERVER)
     assert chunk["reason"] == (
         "the server computed the request without chunk-caches: its cache_salt …"
     )
     asyncio.run(served("refused, and partly in vLLM's prefix cache", records))
-    kept = records.get("refused, and partly in vLLM's prefix cache", session=None)
+    kept = records.get("refused, and partly in vLLM's prefix cache", owner=("", None))
     (chunk,) = kept["stats"]["chunks"]
     assert (chunk["outcome"], chunk["reason_code"]) == ("reused", Reason.PREFIX_CACHED)
     assert (chunk["tokens"], chunk["computed"]) == (4, 2)

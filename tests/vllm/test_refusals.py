@@ -62,7 +62,7 @@ def vllm_config(hf: Any = None, **changed: Any) -> Any:
             "prefill_context_parallel_size": 1,
             "enable_expert_parallel": False,
         },
-        "top": {"lora_config": None, "speculative_config": None},
+        "top": {"speculative_config": None},
         "cache": {"cache_dtype": "auto"},
         "offload": {"offload_backend": "auto", "group_size": 0},
     }
@@ -152,7 +152,7 @@ MODELS: list[tuple[str, dict[str, Any], str]] = [
                 "kv_cache_scheme": {"num_bits": 8},
             }
         },
-        "--kv-cache-dtype bfloat16",
+        "Add `-- --kv-cache-dtype fp8`, or bfloat16",
     ),
     (
         "Mistral",
@@ -192,19 +192,31 @@ def test_a_window_that_vllm_switches_off_is_no_reason() -> None:
 
 
 ARGUMENTS: list[tuple[list[str], dict[str, Any], str]] = [
-    (["--enable-lora"], {"top__lora_config": object()}, "Leave out --enable-lora"),
-    (["--kv-cache-dtype", "fp8"], {"cache__cache_dtype": "fp8"}, "the KV cache is quantised (fp8)"),
     (
-        ["--kv_cache_dtype=fp8_e5m2"],
-        {"cache__cache_dtype": "fp8_e5m2"},
-        "Leave out --kv-cache-dtype",
+        ["--kv-cache-dtype", "nvfp4"],
+        {"cache__cache_dtype": "nvfp4"},
+        "in a form that cannot be filled (nvfp4). Use `-- --kv-cache-dtype fp8`, or leave it out",
     ),
     (
-        ["--speculative-config", '{"method": "ngram"}'],
-        {"top__speculative_config": object()},
-        "draft model",
+        ["--kv_cache_dtype=int8_per_token_head"],
+        {"cache__cache_dtype": "int8_per_token_head"},
+        "(int8_per_token_head)",
     ),
-    (["-sc.method", "ngram"], {"top__speculative_config": object()}, "draft model"),
+    (
+        ["--speculative-config", '{"method": "eagle3", "model": "a/head"}'],
+        {"top__speculative_config": SimpleNamespace(method="eagle3")},
+        "its drafts (eagle3) are not made from tokens alone",
+    ),
+    (
+        ["-sc.method", "mtp", "-sc.num_speculative_tokens=2"],
+        {"top__speculative_config": SimpleNamespace(method="mtp")},
+        'Draft from tokens, `-- --speculative-config \'{"method": "ngram"',
+    ),
+    (
+        ["-sc.model", "a/smaller-model"],
+        {"top__speculative_config": SimpleNamespace(method="draft_model")},
+        "its drafts (draft_model)",
+    ),
     (["--offload-group-size", "8"], {"offload__group_size": 8}, "--cpu-offload-gb works"),
     (
         ["--offload-backend=prefetch"],
@@ -234,6 +246,24 @@ def test_options_that_are_refused(arguments: list[str], changed: dict[str, Any],
     assert early is not None
     assert says in str(early.error("the model"))
     assert start_up_refusal(vllm_config(**changed), ONE) == early
+
+
+@pytest.mark.parametrize(
+    ("arguments", "method"),
+    [
+        (["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 4}'], "ngram"),
+        (["--speculative_config={'method': 'ngram'}", "--spec-method", "ngram_gpu"], "ngram_gpu"),
+        (["-sc.method", "suffix", "-sc.num_speculative_tokens", "8"], "suffix"),
+        (["-sc.model", "[ngram]"], "ngram"),
+        (["--spec-model=ngram", "--spec-tokens=4"], "ngram"),
+    ],
+)
+def test_drafts_from_tokens_are_no_reason(arguments: list[str], method: str) -> None:
+    options = VLLMOptions.from_arguments(arguments)
+    assert options.drafting == method
+    assert refusal(hf_config(), options) is None
+    config = vllm_config(top__speculative_config=SimpleNamespace(method=method))
+    assert start_up_refusal(config, ONE) is None
 
 
 LONGROPE = {
@@ -335,6 +365,7 @@ def test_options_without_an_effect_are_no_reason() -> None:
         "uva",
         "--offload-group-size",
         "4",
+        "--enable-lora",
     ]
     assert refusal(hf_config(), VLLMOptions.from_arguments(fine)) is None
     assert VLLMOptions.from_arguments(fine).shaping == ()
@@ -376,8 +407,8 @@ def test_what_only_a_running_vllm_knows(
         ("DeepseekV3", [], "latent (MLA)"),
         ("HunYuanDenseV1", [], "normalised after their rotation"),
         ("Mamba", [], "state-space model"),
-        ("Llama", ["--enable-lora"], "LoRA"),
-        ("Llama", ["--kv-cache-dtype", "fp8"], "quantised (fp8)"),
+        ("Llama", ["--spec-model", "a/smaller-model"], "its drafts (draft_model)"),
+        ("Llama", ["--kv-cache-dtype", "nvfp4"], "cannot be filled (nvfp4)"),
         ("Llama", ["--offload-group-size", "4"], "another layer's weights"),
     ],
 )
@@ -434,6 +465,8 @@ SHAPING: list[tuple[list[str], dict[str, Any]]] = [
     ),
     (["--hf-config-path", "elsewhere"], {"hf_config_path": "elsewhere"}),
     (["--load-format", "dummy"], {"load_format": "dummy"}),
+    (["--kv-cache-dtype", "fp8"], {"kv_cache_dtype": "fp8"}),
+    (["--kv-cache-dtype=fp8_e5m2"], {"kv_cache_dtype": "fp8_e5m2"}),
 ]
 
 
@@ -447,6 +480,10 @@ def test_options_that_shape_the_model_change_its_fingerprint() -> None:
         assert fingerprint.startswith("2-")
         assert fingerprint not in seen
         seen.add(fingerprint)
+    caches_in_fp8 = [
+        VLLMOptions.from_arguments(["--kv-cache-dtype", name]) for name in ("fp8", "fp8_e4m3")
+    ]
+    assert len({options.fingerprint("2-abc") for options in caches_in_fp8}) == 1
     own = VLLMOptions.from_arguments(["-q", "awq", "--load-format", "safetensors"])
     assert own.fingerprint("2-abc", own_quantization="awq") == "2-abc"
     assert own.fingerprint("2-abc") != "2-abc"

@@ -35,6 +35,7 @@ def check(prompt: Prompt) -> Check:
         reused: Mapping[int, float] = PLAIN,
         *,
         dtype: str = "float32",
+        cache_dtype: str = "",
         computed_refused: str = "",
         reused_refused: str = "",
         lost: int = 0,
@@ -49,7 +50,9 @@ def check(prompt: Prompt) -> Check:
                 reused, 0 if reused_refused else prompt.bounds[-2] - lost, reused_refused
             )
 
-        return self_check("a model", prompt, predict, kept=lambda: kept, dtype=dtype)
+        return self_check(
+            "a model", prompt, predict, kept=lambda: kept, dtype=dtype, cache_dtype=cache_dtype
+        )
 
     return checked
 
@@ -74,6 +77,20 @@ def test_half_precision_has_room_for_rounding(check: Check) -> None:
     assert check(rounded, rounded, dtype="bfloat16")
     with pytest.raises(UnsupportedModelError):
         check(rounded, rounded, dtype="float16")
+
+
+def test_caches_in_fp8_have_room_for_rounding_and_reuse_must_be_close_to_our_passes(
+    check: Check,
+) -> None:
+    rounded = {5: -0.2, 9: -1.8}
+    assert check(rounded, rounded, cache_dtype="fp8_e4m3")
+    assert check({5: -0.2, 8: -1.9}, rounded, cache_dtype="fp8_e4m3"), "9 may be the third"
+    with pytest.raises(UnsupportedModelError, match="computed by our passes differ"):
+        check({5: -0.5, 9: -2.2}, rounded, cache_dtype="fp8_e4m3")
+    with pytest.raises(UnsupportedModelError, match="computed by our passes differ"):
+        check({5: -0.5, 8: -2.2}, rounded, cache_dtype="fp8_e4m3")
+    with pytest.raises(UnsupportedModelError, match="reused from chunk-caches differ"):
+        check(rounded, PLAIN, cache_dtype="fp8_e4m3")
 
 
 def test_a_check_that_compares_nothing_ends_with_the_reason(check: Check) -> None:

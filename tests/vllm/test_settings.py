@@ -224,7 +224,16 @@ def test_remotes_and_keys(started: Callable[..., ConnectorSettings | str], tmp_p
     found = started("--remote", "file:///elsewhere", "--remote-key-file", "key")
     assert isinstance(found, ConnectorSettings), found
     assert found.config.store.remote.keys() == (b"the only key of all remotes",)  # type: ignore[union-attr]
-    assert (found.endpoint.client_settings, found.endpoint.admin_keys) == ("safe", ())
+    assert (found.endpoint.client_settings, found.endpoint.admin_keys) == ("safe", None)
+    for reached_by_others in (
+        ("--host", "0.0.0.0"),
+        ("--session-header", "X-Session"),
+        ("--tenant-header", "X-Tenant"),
+        ("--", "--host=0.0.0.0"),
+    ):
+        found = started(*reached_by_others)
+        assert isinstance(found, ConnectorSettings), found
+        assert found.endpoint.admin_keys == (), reached_by_others
     (tmp_path / "keys").write_text("the first key of all\nand the second\n")
     found = started("--admin-key-file", "keys", "--client-settings", "none")
     assert isinstance(found, ConnectorSettings), found
@@ -421,8 +430,7 @@ def test_admin_keys_are_a_tuple_of_texts(keys: Any) -> None:
     "arguments",
     [
         ("--model", "x"),
-        ("--kv_transfer_config={}",),
-        ("--kv-transfer-config.kv_role", "x"),
+        ("--kv_connector=x",),
         ("-asc", "2"),
         ("--api-server-count=2",),
         ("--headless",),

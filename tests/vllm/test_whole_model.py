@@ -49,8 +49,10 @@ class Model:
         self.scale = scale
         self.entered: list[Tensor] = []
         self.dtypes: list[torch.dtype] = []
+        self.positions: list[list[int]] = []
 
     def __call__(self, ids: Tensor, positions: Tensor, _intermediate: None) -> Tensor:
+        self.positions.append(positions.tolist())
         self.dtypes.append(ids.dtype)
         hidden = ids.float()[:, None, None].expand(-1, 1, HEAD)
         for layer in self.layers:
@@ -83,7 +85,13 @@ class Doubling:
             raise MemoryError("of this test")
         self.written.append(layer)
 
-    def attend_rotated(self, _layer: int, q: Tensor, _how: Any) -> Tensor:
+    def attend_rotated(
+        self, _layer: int, q: Tensor, _how: Any, out: Tensor | None = None
+    ) -> Tensor:
+        return q if out is None else out.copy_(q)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, how: Any) -> Tensor:
+        self.write_rotated(layer, q, k, v, how)
         return q
 
 
@@ -110,6 +118,17 @@ def test_the_forward_ends_once_the_last_wanted_layer_is_written(layers: int) -> 
     assert whole_pass.written == list(range(layers))
     assert [states[1, 0, 0].item() for states in model.entered] == [2.0, 4.0, 8.0][:layers]
     assert model.dtypes == [torch.int32]  # compiled code reads int64 as something else
+    assert_vllm_attends(model)
+
+
+def test_rows_of_which_raw_keys_are_wanted_are_all_at_position_0() -> None:
+    model, whole_pass = Model(), Doubling()
+    forward = VLLMForward(model, model.layers)  # type: ignore[arg-type]
+    assert not forward.gives_raw, "before it is checked"
+    forward.run_raw(torch.tensor([1, 2]), whole_pass, LAYERS)
+    assert whole_pass.written == list(range(LAYERS))
+    assert [states[1, 0, 0].item() for states in model.entered] == [2.0, 4.0, 8.0]
+    assert model.positions == [[0, 0]]
     assert_vllm_attends(model)
 
 

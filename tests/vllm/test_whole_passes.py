@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from cachecraft_rag.compute import overlapped
+from cachecraft_rag.compute.balance.speed import ComputeSpeed
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.types.documents import Chunk
@@ -19,6 +19,7 @@ from cachecraft_rag.vllm.messages import Ask
 from cachecraft_rag.vllm.settings import ConnectorSettings
 from cachecraft_rag.vllm.worker import working
 from cachecraft_rag.vllm.worker.scheduling import Scheduling
+from cachecraft_rag.vllm.worker.whole_model import check_raw_keys
 from cachecraft_rag.vllm.worker.working import Workers
 from tests.compute.whole_decoder import WholeDecoder
 from tests.vllm.test_working import (
@@ -39,8 +40,8 @@ from tests.vllm.test_working import (
 
 __all__ = ["decoder", "engine", "scheduling", "settings", "stack"]  # fixtures
 
-# rows and layers of the check before the first filling: the prompt of the check, through all layers
-CHECK_ROWS = 22
+# rows of the checks before the first filling: the rows that are computed of a prompt, and all of one that is captured
+CHECK_ROWS = [22, 40]
 
 
 @pytest.fixture
@@ -61,10 +62,17 @@ def workers_with(
         workers.close()
 
 
+def after_checks(model: WholeDecoder) -> list[tuple[int, int]]:
+    """Rows and layers of each call after the checks."""
+    layers = model.decoder.layout.layers
+    assert model.runs[: len(CHECK_ROWS)] == [(rows, layers) for rows in CHECK_ROWS]
+    return model.runs[len(CHECK_ROWS) :]
+
+
 def report_of(workers: Workers, name: str = "r") -> Any:
-    news = workers.news()
-    assert news is not None
-    return news.reports[name]
+    result = workers.take_result()
+    assert result is not None
+    return result.reports[name]
 
 
 @pytest.mark.parametrize(
@@ -92,8 +100,8 @@ def test_blocks_are_those_of_layers_one_after_the_other(
     fill = fill_of(scheduling, ask)
     run(workers, [fill])
     torch.testing.assert_close(filled(stack, fill), expected(engine, ask), rtol=0, atol=1e-5)
-    (_, layers), *runs = model.runs
-    assert layers == decoder.layout.layers
+    runs = after_checks(model)
+    layers = decoder.layout.layers
     has_probe = (
         "selector" not in changed.get("method", {}) and changed.get("recompute_ratio") != 0.0
     )
@@ -117,15 +125,15 @@ def test_requests_of_one_step_run_as_one_call_while_their_rows_fit(
     alone = WholeDecoder(decoder)
     fills = [fill_of(scheduling, ask, f"r{i}", first_block=20 * i) for i, ask in enumerate(asks)]
     run(workers_with(alone), fills)
-    assert len(alone.runs) == 2
-    joint_rows = alone.runs[1][0]
+    ((joint_rows, _),) = after_checks(alone)
     for fill, ask in zip(fills, asks, strict=True):
         torch.testing.assert_close(filled(stack, fill), expected(engine, ask), rtol=0, atol=1e-5)
 
     narrow = WholeDecoder(decoder, most_rows=joint_rows - 1)
     run(workers_with(narrow), fills)
-    assert len(narrow.runs) == 3
-    assert sum(rows for rows, _ in narrow.runs[1:]) == joint_rows
+    runs = after_checks(narrow)
+    assert len(runs) == 2
+    assert sum(rows for rows, _ in runs) == joint_rows
 
 
 def test_requests_that_would_take_long_together_run_as_one_call_each(
@@ -135,8 +143,8 @@ def test_requests_that_would_take_long_together_run_as_one_call_each(
     workers_with: Callable[..., Workers],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(overlapped, "LONGEST_CALL_S", math.inf)
-    monkeypatch.setattr(working, "LONGEST_CALL_S", 0.0)
+    monkeypatch.setattr(working, "LONGEST_CALL_S", 0.25)
+    monkeypatch.setattr(ComputeSpeed, "seconds", lambda *_: 0.2)
     model = WholeDecoder(decoder)
     workers = workers_with(model)
     asks = [
@@ -153,15 +161,101 @@ def test_requests_that_would_take_long_together_run_as_one_call_each(
     assert len(model.runs) == 2
 
 
-def test_captures_longer_passes_and_passes_that_drop_rows_run_layer_by_layer(
+@pytest.mark.parametrize("wrong", [False, True])
+def test_captures_run_at_once_if_the_forward_gives_right_raw_keys(
+    engine: Engine,
+    scheduling: Scheduling,
+    stack: BlockStack,
+    decoder: Decoder,
+    workers_with: Callable[..., Workers],
+    *,
+    wrong: bool,
+) -> None:
+    """Otherwise they run layer by layer, and only requests that capture report why."""
+    prompt = engine.prompts.build("When was it built?", [Chunk("The inn of Arden leaks. ")])
+    model = WholeDecoder(decoder, raw_values_off=0.5 if wrong else 0.0)
+    workers = workers_with(model)
+    config = replace(CONFIG, capture=True)
+    ask = Ask(prompt, config, captures=(1,), when_stored=True)
+    fill = fill_of(scheduling, ask, "captures")
+    run(workers, [fill])
+    scheduling.ended({"captures"})
+    (found,) = engine.look_up(prompt.segments[1:-1]).variants.values()
+    assert len(found) == 1
+    torch.testing.assert_close(filled(stack, fill), expected(engine, ask), rtol=0, atol=1e-5)
+    reason = report_of(workers, "captures").get("layer_by_layer", "")
+    if wrong:
+        assert "the keys and values of captures differ by" in reason
+        assert after_checks(model) == []
+    else:
+        assert not reason
+        assert [layers for _, layers in after_checks(model)] == [decoder.layout.layers]
+    again = ask_of(engine, [0, 2, 1], method={"selector": "cache_craft"})
+    run(workers, [fill_of(scheduling, again, "reuses")])
+    assert "layer_by_layer" not in report_of(workers, "reuses")
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [("rope", "changes keys at position 0"), ("layer", "depend on positions besides")],
+)
+def test_raw_keys_are_not_taken_from_a_model_that_is_not_neutral_at_position_0(
+    decoder: Decoder, stack: BlockStack, monkeypatch: pytest.MonkeyPatch, changed: str, reason: str
+) -> None:
+    """Some models scale rotated states (YaRN), or queries of late positions (Llama 4)."""
+    rope, layer = decoder.rope, stack.layer
+
+    def scaled(positions: torch.Tensor, kind: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        cos, sin = rope(positions, kind)
+        return 1.1 * cos, 1.1 * sin
+
+    def scales_late_queries(index: int, hidden: torch.Tensor, **how: Any) -> torch.Tensor:
+        attend = how["layer_pass"].attend
+        late = 1.0 + (how["positions"] >= 100)[:, None, None]
+        how["layer_pass"] = SimpleNamespace(
+            attend=lambda layer, q, k, v, settings: attend(layer, q * late, k, v, settings)
+        )
+        return layer(index, hidden, **how)
+
+    replaced = scaled if changed == "rope" else scales_late_queries
+    monkeypatch.setattr(stack, changed, replaced, raising=False)
+    found = check_raw_keys(stack, WholeDecoder(decoder), last=200)  # type: ignore[arg-type]
+    assert reason in found
+
+
+@pytest.mark.parametrize(
+    ("vllm_is_free", "idle", "calls"), [(True, False, 1), (False, False, 0), (True, True, 0)]
+)
+def test_a_long_pass_runs_at_once_while_vllm_has_nothing_to_compute(
+    engine: Engine,
+    scheduling: Scheduling,
+    decoder: Decoder,
+    workers_with: Callable[..., Workers],
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    vllm_is_free: bool,
+    idle: bool,
+    calls: int,
+) -> None:
+    model = WholeDecoder(decoder)
+    workers = workers_with(model)
+    ask = ask_of(engine, [2, 0, 1], method={"selector": "cache_craft"})
+    run(workers, [fill_of(scheduling, ask, "first")])  # the speed is known from now on
+    scheduling.ended({"first"})
+    monkeypatch.setattr(working, "LONGEST_CALL_S", 0.0)
+    model.runs.clear()
+    fills = [fill_of(scheduling, ask_of(engine, [0, 2, 1], method={"selector": "cache_craft"}))]
+    run(workers, fills, vllm_is_free=vllm_is_free, idle=idle)
+    assert len(model.runs) == calls
+
+
+def test_longer_passes_and_passes_that_drop_rows_run_layer_by_layer(
     engine: Engine,
     scheduling: Scheduling,
     stack: BlockStack,
     decoder: Decoder,
     workers_with: Callable[..., Workers],
 ) -> None:
-    fresh = engine.prompts.build("When was it built?", [Chunk("The inn of Arden leaks. ")])
-    config = replace(CONFIG, capture=True)
     dropping = ask_of(
         engine,
         [0, 2, 1],
@@ -173,17 +267,15 @@ def test_captures_longer_passes_and_passes_that_drop_rows_run_layer_by_layer(
         },
     )
     for name, ask, most_rows in (
-        ("captures", Ask(fresh, config, captures=(1,), when_stored=True), 10_000),
         ("drops rows", dropping, 10_000),
-        ("is long", ask_of(engine, [0, 2, 1], reuse=False), CHECK_ROWS),
+        ("is long", ask_of(engine, [0, 2, 1], reuse=False), max(CHECK_ROWS)),
     ):
         model = WholeDecoder(decoder, most_rows=most_rows)
         workers = workers_with(model)
         run(workers, [fill_of(scheduling, ask, name)])
-        assert model.runs == [(CHECK_ROWS, decoder.layout.layers)], name
+        assert after_checks(model) == [], name
         assert "refused" not in report_of(workers, name), name
         scheduling.ended({name})
-    assert [len(found) for found in engine.look_up(fresh.segments[1:-1]).variants.values()] == [1]
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from cachecraft_rag.store.row_checks import LookupResult
 from cachecraft_rag.types.documents import Chunk
 from cachecraft_rag.types.kv_layout import KVLayout
 from cachecraft_rag.types.prompts import Prompt, Segment
-from cachecraft_rag.vllm.messages import FIELD, Ask, Fill, News
+from cachecraft_rag.vllm.messages import FIELD, Ask, Fill, StepResult
 from cachecraft_rag.vllm.served_model import ModelIdentity
 from cachecraft_rag.vllm.settings import ConnectorSettings
 from cachecraft_rag.vllm.worker import filling, working
@@ -167,11 +167,20 @@ def fill_of(
     return fill
 
 
-def run(workers: Workers, fills: list[Fill], *, rows: int = 10_000, idle: bool = True) -> int:
+def run(
+    workers: Workers,
+    fills: list[Fill],
+    *,
+    rows: int = 10_000,
+    vllm_is_free: bool = False,
+    idle: bool = True,
+) -> int:
     """Steps until all are filled; between them the threads that read and store have their time."""
     wanted, done, steps = {fill.request_id for fill in fills}, set(), 0
     while done != wanted:
-        workers.step(fills if not steps else [], [], rows=rows, idle=idle)
+        workers.step(
+            fills if not steps else [], [], rows=rows, vllm_is_free=vllm_is_free, idle=idle
+        )
         done |= workers.finished()
         steps += 1
         assert steps < 60_000
@@ -181,7 +190,7 @@ def run(workers: Workers, fills: list[Fill], *, rows: int = 10_000, idle: bool =
 
 def filled(stack: BlockStack, fill: Fill) -> Tensor:
     """The contents of a request's blocks, in the order of its prompt."""
-    positions = torch.arange(fill.first, fill.last)
+    positions = torch.arange(fill.start, fill.stop)
     slots = torch.tensor(fill.blocks)[positions // BLOCK] * BLOCK + positions % BLOCK
     return stack.slots[:, :, slots]
 
@@ -215,9 +224,9 @@ def test_blocks_hold_what_the_engine_has_in_its_buffer(
     fill = fill_of(scheduling, ask)
     run(workers, [fill])
     torch.testing.assert_close(filled(stack, fill), expected(engine, ask), rtol=0, atol=1e-5)
-    news = workers.news()
-    assert news is not None
-    report = news.reports["r"]
+    result = workers.take_result()
+    assert result is not None
+    report = result.reports["r"]
     assert {one["outcome"] for one in report["segments"][:-1]} == (
         {"exact"} if order == [2, 1, 0] else {"exact", "reused"}
     )
@@ -244,9 +253,9 @@ def test_early_termination_drops_the_same_rows(
     fill = fill_of(scheduling, ask)
     run(workers, [fill])
     buffer, progress = prefilled(engine, ask)
-    news = workers.news()
-    assert news is not None
-    report, layers = news.reports["r"], stack.decoder.layout.layers
+    result = workers.take_result()
+    assert result is not None
+    report, layers = result.reports["r"], stack.decoder.layout.layers
     assert report["focus_layer"] == progress.focus_layer
     assert report["row_layers"] == progress.row_layers - layers
     assert report["recomputed"] == [list(one.recompute) for one in progress.plan.segments]
@@ -269,9 +278,9 @@ def test_what_the_probe_finds_in_focus_is_reported_and_spares_the_same_rows(
     fill = fill_of(scheduling, ask)
     run(workers, [fill])
     buffer, progress = prefilled(engine, ask)
-    news = workers.news()
-    assert news is not None
-    report, layers = news.reports["r"], stack.decoder.layout.layers
+    result = workers.take_result()
+    assert result is not None
+    report, layers = result.reports["r"], stack.decoder.layout.layers
     assert report["row_layers"] == progress.row_layers - layers
     torch.testing.assert_close(filled(stack, fill), buffer, rtol=0, atol=1e-5)
     told = [(one["in_focus"], one["spared"]) for one in report["segments"]]
@@ -296,9 +305,9 @@ def test_both_ends_meet_wherever_the_disk_is_fast_or_slow(
         for name in ("first", "second"):  # the second time, the speed of computing is known
             fill = fill_of(scheduling, ask, name)
             run(made, [fill])
-            news = made.news()
-            assert news is not None
-            segments = news.reports[name]["segments"][:-1]
+            result = made.take_result()
+            assert result is not None
+            segments = result.reports[name]["segments"][:-1]
             # computed: nothing of it was loaded
             assert {one["outcome"] for one in segments} <= {"exact", "computed"}
             computed = any(one["not_loaded"] or one["outcome"] == "computed" for one in segments)
@@ -313,7 +322,7 @@ def test_a_local_hit_is_not_written_over(
 ) -> None:
     ask = ask_of(engine, [0, 2, 1])
     fill = fill_of(scheduling, ask, computed=2 * BLOCK)
-    assert fill.first == 2 * BLOCK
+    assert fill.start == 2 * BLOCK
     run(workers, [fill])
     untouched = torch.tensor(fill.blocks[:2])[:, None] * BLOCK + torch.arange(BLOCK)
     assert stack.slots[:, :, untouched.flatten()].isnan().all()
@@ -343,7 +352,7 @@ def test_a_forward_holds_no_more_rows_than_memory_is_reserved_for(
         ask_of(engine, [1, 0, 2], reuse=False),
     ]
     fills = [fill_of(scheduling, ask, f"r{i}", first_block=20 * i) for i, ask in enumerate(asks)]
-    rows = max(fill.last for fill in fills)
+    rows = max(fill.stop for fill in fills)
     memory = FillMemory(1, 1, 1, total=3 * (rows + 1))
     made = Workers(stack, engine.store, settings, block_size=BLOCK, memory=memory)  # type: ignore[arg-type]
     stack.forwards.clear()
@@ -395,7 +404,7 @@ def test_a_step_computes_no_more_rows_than_it_may(
 ) -> None:
     ask = ask_of(engine, [0, 2, 1], reuse=False)
     fill = fill_of(scheduling, ask)
-    layers, rows = stack.decoder.layout.layers, fill.last
+    layers, rows = stack.decoder.layout.layers, fill.stop
     # one layer in each step, so that there is progress
     assert run(workers, [fill], rows=1) == layers
     assert stack.forwards[-layers:] == [rows] * layers
@@ -411,7 +420,7 @@ def test_a_request_that_is_gone_is_returned_once(
     assert workers.finished() == {"r"}
     workers.step([], ["r"], rows=1)
     assert not workers.finished()
-    assert workers.news() is None
+    assert workers.take_result() is None
 
 
 def test_one_mistake_is_one_request_s(
@@ -453,17 +462,17 @@ def test_one_mistake_is_one_request_s(
             run(workers, [mine])
         assert workers.failed_blocks() == set(fill.blocks[2:])
         assert not workers.failed_blocks()
-        news = workers.news()
-        assert news is not None
-        assert "of this test" in news.reports[mine.request_id]["refused"]
+        result = workers.take_result()
+        assert result is not None
+        assert "of this test" in result.reports[mine.request_id]["refused"]
         run(workers, [fine])
         torch.testing.assert_close(filled(stack, fine), expected(engine, ask), rtol=0, atol=1e-5)
         assert not workers.failed_blocks()
-        workers.news()
+        workers.take_result()
     request = request_of(ask)
     scheduling.ended({"r", "other"})
     assert scheduling.matched(request, 0)
-    scheduling.take_news(News({"r": {"refused": "of this test"}}))
+    scheduling.take_result(StepResult({"r": {"refused": "of this test"}}))
     assert scheduling.matched(request, 0) == 0  # or it would be filled, and fail, again and again
     assert scheduling.finished(request) == {FIELD: {"refused": "of this test"}}
 
@@ -509,15 +518,15 @@ def test_descriptions_rest_while_requests_are_computed_until_one_waits_for_them(
         scheduling = Scheduling(store, settings, block_size=BLOCK, prefix_caching=True)
         ask = replace(ask_of(engine, [0, 2, 1], capture=True), captures=None)
         run(made, [fill_of(scheduling, ask)], idle=False)
-        news = made.news()
-        assert news is not None
-        scheduling.take_news(news)
+        result = made.take_result()
+        assert result is not None
+        scheduling.take_result(result)
         scheduling.ended({"r"})
-        assert news.capturing == made._write_back.pending() != frozenset()
-        assert not scheduling.take_wanted()
+        assert result.capturing == made._write_back.pending() != frozenset()
+        assert not scheduling.take_captures_awaited()
         assert scheduling.matched(request_of(ask_of(engine, [2, 1]), "waits"), 0) is None
-        assert scheduling.take_wanted()
-        made.step([], [], rows=0, idle=False, wanted=True)
+        assert scheduling.take_captures_awaited()
+        made.step([], [], rows=0, idle=False, captures_awaited=True)
         assert made._write_back.wait_for(made._write_back.pending(), 60)
         made.close()
 
@@ -669,16 +678,16 @@ def test_requests_wait_their_turn_and_for_captures(engine: Engine, scheduling: S
     third = request_of(ask, "c")
     assert scheduling.matched(third, 0) is None
     scheduling.ended({"a"})
-    scheduling.take_news(News({}, frozenset({ask.prompt.segments[1].segment_id})))
+    scheduling.take_result(StepResult({}, frozenset({ask.prompt.segments[1].segment_id})))
     assert scheduling.matched(third, 0)
     scheduling.ended({"b"})
     unknown = engine.prompts.build(
         "When was it built?", [Chunk("The lock of Arden leaks, too. "), CHUNKS[0]]
     )
     fourth = request_of(replace(ask, prompt=unknown), "d")
-    scheduling.take_news(News({}, frozenset({unknown.segments[2].segment_id})))
+    scheduling.take_result(StepResult({}, frozenset({unknown.segments[2].segment_id})))
     assert scheduling.matched(fourth, 0) is None  # a chunk that is stored nowhere is being captured
-    scheduling.take_news(News({}, frozenset()))
+    scheduling.take_result(StepResult({}, frozenset()))
     assert scheduling.matched(fourth, 0) is None  # it looks up anew
     assert scheduling.matched(fourth, 0)
 
@@ -732,9 +741,9 @@ def serve(scheduling: Scheduling, workers: Workers, requests: list[Any]) -> dict
                 scheduling.allocated(request, blocks, tokens)
                 waiting.remove(request)
         workers.step(scheduling.take_fills(), [], rows=10_000)
-        if (news := workers.news()) is not None:
-            scheduling.take_news(news)
-            reports |= news.reports
+        if (result := workers.take_result()) is not None:
+            scheduling.take_result(result)
+            reports |= result.reports
         scheduling.ended(workers.finished())
         steps += 1
         assert steps < 60_000
@@ -791,7 +800,7 @@ def test_nobody_waits_for_longer_than_computing_takes(
         made.finished(second)
         layers, tokens = decoder.layout.layers, asks[0].prompt.bounds[-1]
         now[0] = 100.0 + 2.0 * tokens
-        made.take_news(News({"first": {"row_layers": tokens * layers}}))  # 2 s for a row
+        made.take_result(StepResult({"first": {"row_layers": tokens * layers}}))  # 2 s for a row
         third = request_of(asks[2], "third")
         assert made.matched(third, 0) is None
         now[0] += 2 * 2.0 * rows - 0.1
@@ -854,15 +863,20 @@ def test_a_preempted_request_is_filled_again_also_when_its_prompt_is_forgotten(
     assert scheduling.matched(request_of(ask, "new"), question - 1) == 0
 
 
-def test_the_papers_methods_act_in_one_request(
+@pytest.mark.parametrize(
+    "config",
+    [ReuseConfig.paper(method=ReuseMethod.paper(early_termination_window=1)), ReuseConfig()],
+    ids=["paper", "default"],
+)
+def test_variants_focus_and_tail_loading_act_in_one_request(
     decoder: Decoder,
     stack: BlockStack,
     settings: ConnectorSettings,
     tmp_path: Path,
     front_is_late: Callable[..., None],
+    config: ReuseConfig,
 ) -> None:
-    """Variant selection, early termination and loading from the back, from the disk; as through the frameworks."""
-    paper = ReuseConfig.paper(method=ReuseMethod.paper(early_termination_window=1))
+    """From the disk, as through the frameworks."""
     texts = [
         f"The {thing} of Arden dates from 1701 and leaks wherever it can. "
         for thing in ("inn", "mill", "well")
@@ -873,24 +887,30 @@ def test_the_papers_methods_act_in_one_request(
         Engine(decoder, store, new_variants="off") as engine,
     ):
         for behind in ([front], [CHUNKS[0], third], [second, third], [CHUNKS[0], second]):
-            list(engine.stream("Why?", behind[::-1], config=replace(paper, reuse=False)))
+            list(engine.stream("Why?", behind[::-1], config=replace(config, reuse=False)))
             engine.settle()
         prompt = engine.prompts.build("When was it built?", chunks[::-1])
         front_is_late(engine.prompts, front)
     with ChunkCacheStore.open(tmp_path / "cold") as store:
         scheduling = Scheduling(store, settings, block_size=BLOCK, prefix_caching=True)
         workers = Workers(stack, store, settings, block_size=BLOCK)  # type: ignore[arg-type]
-        run(workers, [fill_of(scheduling, Ask(prompt, paper, captures=(), details=True))])
-        news = workers.news()
+        run(workers, [fill_of(scheduling, Ask(prompt, config, captures=(), details=True))])
+        result = workers.take_result()
         workers.close()
-        assert news is not None
-        report = news.reports["r"]
+        assert result is not None
+        report = result.reports["r"]
         variants = {row.variant.variant_id: row.variant for row in store.rows()}
     _, first, *behind, _ = report["segments"]
     assert second.chunk_id in variants[behind[1]["variant_id"]].key.origin_prefix
     assert first["reason"] == "computed_faster"
     assert [one["tier"] for one in behind] == ["disk", "disk"]
-    assert report["focus_layer"] == 0
+    decided = [one["in_focus"] for one in (first, *behind)]
+    if config.method.early_termination == "published":
+        assert report["focus_layer"] == 0
+    else:  # the probe decides, and nothing is spared
+        assert True in decided
+        assert None not in decided
+        assert [one["spared"] for one in report["segments"]] == [0] * 5
 
 
 @pytest.mark.parametrize(
@@ -1011,9 +1031,9 @@ def test_a_filling_counts_as_a_look_up_once_it_has_ended_with_what_it_reused(
         (fill,) = scheduling.take_fills()
         if is_served:
             run(workers, [fill])
-            news = workers.news()
-            assert news is not None
-            scheduling.take_news(news)
+            result = workers.take_result()
+            assert result is not None
+            scheduling.take_result(result)
         scheduling.ended({name})
         scheduling.finished(request)
         totals = scheduling.corrections.totals()
@@ -1026,9 +1046,9 @@ def test_a_filling_counts_as_a_look_up_once_it_has_ended_with_what_it_reused(
     assert filled
     scheduling.allocated(request, blocks_of(ask), filled)
     run(workers, scheduling.take_fills())
-    news = workers.news()
-    assert news is not None
-    scheduling.take_news(news)
+    result = workers.take_result()
+    assert result is not None
+    scheduling.take_result(result)
     totals = scheduling.corrections.totals()
     assert 0 < totals["hits"] < filled
     assert prefill.numbers == (tokens, 0, totals["hits"])
@@ -1088,7 +1108,7 @@ def test_text_that_nobody_marked_does_not_wait_for_ever(
 ) -> None:
     """Then it goes before those that wait, and is captured as exactly as in an idle moment."""
     ask = idle_ask(engine, [2, 1, 0])
-    variant, text = request_of(ask, "variant"), request_of(replace(ask, first=(1,)), "text")
+    variant, text = request_of(ask, "variant"), request_of(replace(ask, never_stored=(1,)), "text")
     find = engine.store.find
 
     def approximated(*what: Any, **how: Any) -> LookupResult:
@@ -1118,7 +1138,7 @@ def test_text_that_nobody_marked_does_not_wait_for_ever(
 def test_text_that_nobody_marked_goes_on_once_it_has_begun(
     engine: Engine, scheduling: Scheduling, workers: Workers
 ) -> None:
-    begun = fill_of(scheduling, replace(idle_ask(engine, [2, 1, 0]), first=(1,)), "text")
+    begun = fill_of(scheduling, replace(idle_ask(engine, [2, 1, 0]), never_stored=(1,)), "text")
     assert scheduling.idle
     workers.step([begun], [], rows=1, idle=True)
     assert not workers.finished()
@@ -1144,7 +1164,7 @@ def test_a_new_variant_that_waited_for_an_idle_server_waits_for_captures_too(
     assert scheduling.matched(variant, 0) is None
     now[0] += 11.0
     scheduling.finished(plain)
-    scheduling.take_news(News({}, frozenset({ask.prompt.segments[1].segment_id})))
+    scheduling.take_result(StepResult({}, frozenset({ask.prompt.segments[1].segment_id})))
     assert scheduling.matched(variant, 0) is None  # it is being described
     now[0] += 11.0
     assert scheduling.matched(variant, 0)
@@ -1173,7 +1193,7 @@ def test_it_is_captured_exactly_behind_its_prefix_and_counts_as_no_use(
 def test_a_removed_chunk_is_not_stored_beside_text_that_nobody_marked(
     engine: Engine, scheduling: Scheduling, workers: Workers
 ) -> None:
-    ask = replace(idle_ask(engine, [0, 2, 1]), first=(2,), when_stored=True)
+    ask = replace(idle_ask(engine, [0, 2, 1]), never_stored=(2,), when_stored=True)
     names = [segment.segment_id for segment in ask.prompt.segments[1:-1]]
     fill = fill_of(scheduling, ask)
     engine.store.evict(RowFilter(chunk_ids=tuple(names)))
@@ -1189,9 +1209,9 @@ def test_what_an_answer_fixed_is_reported(
     for capture in (True, False):
         ask = ask_of(engine, [2, 1, 0], capture=capture)
         run(workers, [fill_of(scheduling, ask, f"r{capture}")])
-        news = workers.news()
-        assert news is not None
-        report = news.reports[f"r{capture}"]
+        result = workers.take_result()
+        assert result is not None
+        report = result.reports[f"r{capture}"]
         scheduling.ended({f"r{capture}"})
         assert ("fixed" in report) == capture
     assert all(report["segments"][place]["recomputed"] for place, _ in report.get("fixed", ()))

@@ -50,6 +50,7 @@ class CaptureContext:
     extra_variants  segments that are captured once more, see `types.captures.Capture`
     removed         chunks that must not be stored any more
     reused          variant that was reused for each segment, or None; () if no capture is inexact
+    namespace       tenant of the captures; "": that of the queue
     """
 
     segments: Sequence[Segment]
@@ -60,6 +61,7 @@ class CaptureContext:
     extra_variants: Collection[int] = ()
     removed: RemovedChunks = field(default_factory=RemovedChunks)
     reused: Sequence[Variant | None] = ()
+    namespace: str = ""
 
 
 class WriteBackQueue:
@@ -67,7 +69,7 @@ class WriteBackQueue:
 
     Args:
         store: the store to write to.
-        namespace: namespace of the stored variants.
+        namespace: namespace of the stored variants, unless their context names another one.
         fingerprint: fingerprint of the model.
         layout: layout of a chunk-cache.
         start: runs the steps of one capture in the background, then calls its second argument with their result and
@@ -272,7 +274,7 @@ class WriteBackQueue:
     def _key(self, capture: RecordedChunk, context: CaptureContext) -> VariantKey:
         chunk_id = context.segments[capture.segment].segment_id
         prefix = tuple(segment.segment_id for segment in context.segments[: capture.segment])
-        return VariantKey(self._namespace, self._fingerprint, chunk_id, prefix)
+        return VariantKey(context.namespace or self._namespace, self._fingerprint, chunk_id, prefix)
 
 
 def _describe_layer(describer: AttentionAccumulator, layer: int, keys: Tensor) -> None:

@@ -61,7 +61,9 @@ class DriftCorrection:
         self._strength = strength
         self._rotary = rotary
         self._ranges: list[tuple[int, range]] = []  # (number among the corrected chunks, positions)
-        self._chunk_of_position: Tensor | None = None  # for the Triton kernel; -1 = not corrected
+        # for the Triton kernels: `owners` of all positions, and the arguments of `mean_change`
+        self._owner: Tensor | None = None
+        self._changed: dict[str, Tensor] = {}
         self._compiled: calls.Drift | None = None
 
     def locate(self, positions: NDArray[np.int64], rows: Rows) -> None:
@@ -92,10 +94,8 @@ class DriftCorrection:
         first_cos, _ = self._rotary.tables[0]
         device = first_cos.device
         if uses_triton(first_cos):
-            chunk_of_position = np.full(len(first_cos), -1, np.int32)
-            for number, span in self._ranges:
-                chunk_of_position[span.start : span.stop] = number
-            self._chunk_of_position = sent(chunk_of_position, device)
+            self._locate_on_gpu(recomputed_rows, positions, len(first_cos))
+            return
 
         library = kernels_for(first_cos)
         if library is not None:
@@ -125,8 +125,26 @@ class DriftCorrection:
             inverse_tables.append((cos / squared_length, -sin / squared_length))
         self._inverse_rotation = RotaryTables(self._rotary.kinds, inverse_tables)
 
-    def correct(self, layer: int, merged: Tensor, keys: Tensor, values: Tensor) -> None:
+    def _locate_on_gpu(
+        self, recomputed_rows: Sequence[NDArray[np.int64]], positions: NDArray[np.int64], keys: int
+    ) -> None:
+        from cachecraft_rag.kernels.gpu.drift import owners
+
+        device = self._rotary.tables[0][0].device
+        rows = np.concatenate(recomputed_rows)
+        counts = [len(chunk_rows) for chunk_rows in recomputed_rows]
+        edges = np.cumsum([0, *counts])
+        numbers = sent(np.concatenate((rows, positions[rows], edges)).astype(np.int32), device)
+        sizes = [len(rows), len(rows), len(edges)]
+        self._changed = dict(
+            zip(("rows", "positions", "edges"), torch.split(numbers, sizes), strict=True)
+        )
+        self._owner = sent(owners(keys, positions, self._ranges), device)
+
+    def correct(self, layer: int, merged: Tensor, keys: Tensor, values: Tensor) -> bool:
         """Move the stale tokens of one layer in place. Call it once for each layer, before its rows are written.
+
+        Returns True if it also wrote the rows: with Triton both are one launch.
 
         Args:
             layer: number of the layer, which decides how its keys are rotated.
@@ -134,11 +152,19 @@ class DriftCorrection:
             keys, values: `[rows, kv_heads, head_dim]` of the pass's rows, keys rotated.
         """
         if not self._ranges:
-            return
+            return False
         cos, sin = self._rotary.of_layer(layer)
         if self._compiled is not None:
             self._compiled.correct(merged, (keys, values), (cos, sin), self._strength)
-            return
+            return False
+        if self._owner is not None:
+            from cachecraft_rag.kernels.gpu.drift import mean_change, write_rows
+
+            shifts = mean_change(
+                merged, keys, values, **self._changed, strength=self._strength, cos=cos, sin=sin
+            )
+            write_rows(merged, keys, values, shifts, self._owner, cos=cos, sin=sin)
+            return True
 
         # four times as fast as indexing
         stored_keys, stored_values = merged.index_select(1, self._row_positions)
@@ -146,14 +172,6 @@ class DriftCorrection:
         # Of raw keys: those of different positions can be compared.
         key_change = rotate(rotated_change, *self._inverse_rotation.of_layer(layer))
         value_change = values.index_select(0, self._rows) - stored_values
-
-        if self._chunk_of_position is not None:
-            from cachecraft_rag.kernels.gpu.drift import shift_stale
-
-            changes = torch.stack((key_change, value_change), dim=1).flatten(1).float()
-            shifts = (self._scaled_mean @ changes).view(-1, 2, *key_change.shape[1:])
-            shift_stale(merged, shifts, self._chunk_of_position, cos=cos, sin=sin)
-            return
 
         key_shifts = self._mean_shifts(key_change, merged.dtype)
         for number, span in self._ranges:
@@ -163,6 +181,7 @@ class DriftCorrection:
         value_shifts = self._mean_shifts(value_change, merged.dtype)
         for number, span in self._ranges:
             merged[1, span.start : span.stop] += value_shifts[number]
+        return False
 
     def _mean_shifts(self, change: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the shift of each corrected chunk, `[chunks, kv_heads, head_dim]`."""

@@ -10,14 +10,13 @@ from __future__ import annotations
 from collections.abc import Set
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from cachecraft_rag.compute.kv_buffer import KVBuffer
 from cachecraft_rag.compute.rows import RowReason, Rows
 from cachecraft_rag.compute.stack import AttentionSettings
-from cachecraft_rag.kernels.attention_mass import attention_mass
+from cachecraft_rag.kernels.attention_mass import attention_received
 from cachecraft_rag.kernels.gpu.streams import sent
 from cachecraft_rag.kernels.visibility import Visibility
 
@@ -52,13 +51,10 @@ class AttentionReceived:
         if layer not in self._layers:
             return
         keys = k[: self.watched.stop]  # later keys are not computed yet
-        # Bounds of a single segment, made on the device: copying them there would wait for it.
-        bounds = torch.arange(0, len(keys) + 1, len(keys), device=q.device)
-        _mass, received = attention_mass(
+        received = attention_received(
             q,
             keys,
             visible,
-            bounds,
             scale=settings.scale,
             softcap=settings.softcap,
             sinks=settings.sinks,

@@ -10,6 +10,7 @@ from typing import Any, Self
 
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.errors import CacheCraftError, ConfigError
+from cachecraft_rag.planning.candidates import Owner
 from cachecraft_rag.prompt.tools import CallReader, ToolCall
 from cachecraft_rag.prompt.unmarked import Recognise
 from cachecraft_rag.server.documents import (
@@ -39,6 +40,19 @@ _UNOWNED = "computed in full: its instruction or its tools are private (private_
 _FINISH = {"end": "stop", "stop": "stop", "length": "length"}
 
 
+@dataclass(frozen=True)
+class Origin:
+    """Origin of a request: its tenant's engine, and its session."""
+
+    engine: Engine
+    session: str | None
+
+    @property
+    def owner(self) -> Owner:
+        """Tenant and session, which may see its statistics."""
+        return self.engine.namespace, self.session
+
+
 @dataclass
 class Answer:
     """An answer under way. Iterate over `pieces` in one task.
@@ -47,7 +61,7 @@ class Answer:
     calls    finds the calls of tools in the answer; None without tools
     single   True if only one call may be made
     note     remark for the client; "" if there is nothing to say
-    session  session that may see its statistics
+    owner    tenant and session that may see its statistics
     ended    called once, when the answer has ended in any way
     created  time of the request, in seconds since 1970
     name     the id that clients see
@@ -58,7 +72,7 @@ class Answer:
     calls: CallReader | None = None
     single: bool = False
     note: str = ""
-    session: str | None = None
+    owner: Owner = ("", None)
     ended: Callable[[Self], object] = lambda _: None
     created: int = field(default_factory=lambda: int(time.time()))
     name: str = field(init=False)
@@ -156,7 +170,7 @@ class Answerer:
             engine, system=system, best_last=best_last, search_system=settings.search_system
         )
 
-    def chat(self, body: Body, session: str | None, *, prefix: str = "chatcmpl-") -> Answer:
+    def chat(self, body: Body, origin: Origin, *, prefix: str = "chatcmpl-") -> Answer:
         """Return the answer to a chat request; the model has not started yet.
 
         With `documents` the prompt is the engine's own: instruction, documents, earlier turns, question. Without, it is
@@ -179,13 +193,13 @@ class Answerer:
             builder = self._layouts.of(
                 asked.system, use.offered, private=asked.private_system, bare=bare
             )
-            owner = _owner(session, asked.client_salt) if bare else session
+            owner = _owner(origin.session, asked.client_salt) if bare else origin.session
             prompt = builder.build(
                 asked.question,
                 asked.chunks,
                 history=asked.history,
                 reserve=asked.reserve,
-                recognise=self._recogniser(fields, owner),
+                recognise=self._recogniser(fields, origin.engine, owner),
                 private=owner is not None,
             )
             max_tokens = fields.max_completion_tokens
@@ -199,7 +213,7 @@ class Answerer:
             is_unowned = _is_unowned(prompt, owner)
             if is_unowned:
                 config = replace(config, reuse=False, capture=False)
-            generation = self._engine.generate(
+            generation = origin.engine.generate(
                 prompt, session=owner, sampling=sampling, config=config, started=started
             )
         return Answer(
@@ -208,35 +222,35 @@ class Answerer:
             calls=use.reader(builder.calls) if use.offered else None,
             single=use.single,
             note=_UNOWNED if is_unowned else uncaptured_note(asked.config, self._engine.config),
-            session=session,
+            owner=origin.owner,
             ended=self._ended,
         )
 
-    def response(self, body: Body, session: str | None) -> Answer:
+    def response(self, body: Body, origin: Origin) -> Answer:
         """Return the answer to a body of `/v1/responses`, as `chat` does."""
         with self._counted():
             chat = response_as_chat(body)
-        return self.chat(chat, session, prefix="resp_")
+        return self.chat(chat, origin, prefix="resp_")
 
-    def completion(self, body: Body, session: str | None) -> Answer:
+    def completion(self, body: Body, origin: Origin) -> Answer:
         """Return the completion of a text as it is, without a chat template; the model has not started yet."""
         started = time.perf_counter()
         with self._counted():
             fields = completion_fields(body)
             asked = self._asked(fields)
-            owner = _owner(session, asked.client_salt)
+            owner = _owner(origin.session, asked.client_salt)
             prompt = self._engine.prompts.build_text(
                 asked.question,
                 reserve=asked.reserve,
-                recognise=self._recogniser(fields, owner),
+                recognise=self._recogniser(fields, origin.engine, owner),
                 private=owner is not None,
             )
             sampling = self._sampling(body, prompt, max_tokens=fields.max_tokens)
-            generation = self._engine.generate(
+            generation = origin.engine.generate(
                 prompt, session=owner, sampling=sampling, config=asked.config, started=started
             )
         note = uncaptured_note(asked.config, self._engine.config)
-        return Answer("cmpl-", generation, note=note, session=session, ended=self._ended)
+        return Answer("cmpl-", generation, note=note, owner=origin.owner, ended=self._ended)
 
     @contextmanager
     def _counted(self) -> Iterator[None]:
@@ -256,9 +270,10 @@ class Answerer:
             allowed=self._settings.client_settings,
         )
 
-    def _recogniser(self, fields: PlainRequest, owner: str | None) -> Recognise | None:
+    def _recogniser(
+        self, fields: PlainRequest, engine: Engine, owner: str | None
+    ) -> Recognise | None:
         """Return the finder of captured texts in unmarked text; None if the request or the server turns it off."""
-        engine = self._engine
         if self._settings.plain_prompts == "off":
             return None
         config = plain_config(fields, engine.config, self._settings.client_settings)

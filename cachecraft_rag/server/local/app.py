@@ -30,7 +30,8 @@ from cachecraft_rag.observability.metrics import EngineCollector
 from cachecraft_rag.server import administration
 from cachecraft_rag.server.documents import read_body, whole_body
 from cachecraft_rag.server.facts import facts_of, tokenizer_files
-from cachecraft_rag.server.local.answers import Answer, Answerer
+from cachecraft_rag.server.holding import holds
+from cachecraft_rag.server.local.answers import Answer, Answerer, Origin
 from cachecraft_rag.server.local.embeddings import Embeddings
 from cachecraft_rag.server.local.fields import Body, includes_usage
 from cachecraft_rag.server.local.refusals import Refused, refused
@@ -49,6 +50,7 @@ from cachecraft_rag.server.wire import (
     CHAT,
     EVICT,
     FACTS,
+    HOLDS,
     MOST_REMEMBERED,
     PRIME,
     READMIT,
@@ -132,6 +134,7 @@ class LocalServer:
             PRIME: partial(self._change, administration.prime),
             EVICT: partial(self._change, administration.evict),
             READMIT: partial(self._change, administration.readmit),
+            HOLDS: self._holds,
         }
         gets: Mapping[str, Act] = {
             "/health": self._health,
@@ -194,10 +197,16 @@ class LocalServer:
             return await self._whole(request, response_reply(answer, model, body))
         return EventStream(answer, response_events(answer, model, body))
 
-    async def _begun(self, request: Request, ask: Callable[[str | None], Answer]) -> Answer:
+    def _origin(self, request: Request) -> Origin:
+        settings = self._settings
+        tenant = settings.tenant_in(request.headers)
+        engine = self._engine.for_tenant(tenant) if tenant else self._engine
+        return Origin(engine, settings.session_in(request.headers))
+
+    async def _begun(self, request: Request, ask: Callable[[Origin], Answer]) -> Answer:
         """Lay out a prompt and wait for the first piece of its answer, unless the client goes away."""
-        session = self._settings.session_in(request.headers)
-        answer = await self._in_thread(partial(ask, session))
+        origin = self._origin(request)
+        answer = await self._in_thread(partial(ask, origin))
         await _unless_gone(request, answer.begin())
         return answer
 
@@ -205,7 +214,7 @@ class LocalServer:
         return Reply(await _unless_gone(request, reply))
 
     def _keep(self, answer: Answer) -> None:
-        self._remembered.keep(answer.name, answer.session, answer.statistics())
+        self._remembered.keep(answer.name, answer.owner, answer.statistics())
 
     async def _embed(self, request: Request) -> Response:
         body = await self._body(request, model=self._embeddings.model)
@@ -257,8 +266,7 @@ class LocalServer:
 
     async def _statistics(self, request: Request) -> Response:
         name = request.path_params["name"]
-        session = self._settings.session_in(request.headers)
-        numbers = self._remembered.get(name, session=session)
+        numbers = self._remembered.get(name, owner=self._origin(request).owner)
         if numbers is None:
             raise Refused(
                 404, f"no answer {name} is remembered; the last {MOST_REMEMBERED:,} that ended are"
@@ -267,15 +275,22 @@ class LocalServer:
         audited = None if audit is None else audit.as_dict()
         return Reply({"id": name} | numbers | {"audit": audited})
 
+    async def _holds(self, request: Request) -> Response:
+        origin = self._origin(request)
+        body = await _bytes(request)
+        asked = partial(holds, origin.engine, body, session=origin.session)
+        return Reply(await self._in_thread(asked))
+
     async def _change(
         self, change: Callable[[Engine, bytes], dict[str, object]], request: Request
     ) -> Response:
         """Reply to a request that changes shared chunk-caches."""
         given = request.headers.get(ADMIN_HEADER, "")
-        if not administration.is_admin(given, self._settings.admin_keys):
-            raise Refused(403, administration.NEEDS_KEY, type="permission_error")
+        if refusal := administration.refusal_of(given, self._settings.admin_keys):
+            raise Refused(403, refusal, type="permission_error")
+        engine = self._origin(request).engine
         body = await _bytes(request)
-        return Reply(await self._in_thread(partial(change, self._engine, body), self._slow))
+        return Reply(await self._in_thread(partial(change, engine, body), self._slow))
 
     # -- helpers ------------------------------------------------------------------------------------------------------
 

@@ -22,13 +22,13 @@ from cachecraft_rag.server.local.app import LocalServer
 from cachecraft_rag.server.local.embeddings import Embeddings
 from cachecraft_rag.server.ready import first_request
 from cachecraft_rag.server.settings import EndpointSettings
+from cachecraft_rag.server.wire import LOOPBACK
 from cachecraft_rag.serving.sampling import SamplingParams
 
 logger = logging.getLogger("cachecraft_rag.server")
 
 # Longest wait in whole seconds for answers under way when the server is asked to end; then they are given up.
 _CLOSING_S = 5
-_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 @dataclass
@@ -86,7 +86,7 @@ def serve(
                 embeddings=Embeddings(embeddings),
                 folder=_folder_of(model),
                 api_keys=api_keys,
-                only_local_names=host in _LOOPBACK and not api_keys,
+                only_local_names=host in LOOPBACK and not api_keys,
                 ready=lambda: say(_ready(address)),
             )
             run(server, listening)

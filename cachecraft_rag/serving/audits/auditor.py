@@ -28,9 +28,10 @@ from cachecraft_rag.serving.audits.audit_work import AuditWork, WaitingAudit
 from cachecraft_rag.serving.audits.predictions import ComparedPlace, Predictions, compare
 from cachecraft_rag.serving.audits.results import AuditResults, audit_of
 from cachecraft_rag.serving.idle.loop_runner import LoopRunner
+from cachecraft_rag.serving.loop.step_loop import StepLoop
+from cachecraft_rag.serving.loop.task import LoopTask, Priority
 from cachecraft_rag.serving.new_variants import EXACT, LookUp, exact_only
 from cachecraft_rag.serving.request import Request
-from cachecraft_rag.serving.step_loop import LoopTask, Priority, StepLoop
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.store.loading.loader import Loader
 from cachecraft_rag.store.loading.pending import PendingLoads
@@ -161,7 +162,8 @@ class Auditor(AuditWork[Predictions]):
     def _plan(self, request: Request, answer_tokens: int) -> tuple[Resolved, PendingLoads]:
         """Plan an exact prefill, and begin to load what is stored after the same prefix."""
         segments = [segment for segment in request.prompt.segments if segment.kind != "question"]
-        offered = exact_only(self._look_up(segments, session=request.session))
+        found = self._look_up(segments, session=request.session, namespace=request.namespace)
+        offered = exact_only(found)
         resolved = resolve(
             Prompt(request.prompt.segments),
             offered,

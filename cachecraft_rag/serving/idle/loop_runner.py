@@ -9,7 +9,8 @@ from typing import Generic
 from cachecraft_rag.compute.driver import Work
 from cachecraft_rag.errors import CacheCraftError
 from cachecraft_rag.serving.idle.work import IdleWork, Piece, Result
-from cachecraft_rag.serving.step_loop import LoopTask, Priority, StepLoop
+from cachecraft_rag.serving.loop.step_loop import StepLoop
+from cachecraft_rag.serving.loop.task import LoopTask, Priority
 
 # Errors of the disk, the device (torch raises RuntimeError) or memory; others are mistakes of ours.
 _EXPECTED_ERRORS = (CacheCraftError, OSError, RuntimeError, MemoryError)

@@ -12,21 +12,26 @@ It serves two hard duties:
   before one is deleted. The next opening removes what a dead process left, without listing any folder. The
   same entries reserve space, so two processes that write at once cannot exceed the byte budget together.
 
-`database` lets several threads and processes share the file; `eviction` has the rules, which are pure functions.
+`database` lets several threads and processes share the file. `eviction_order` says which rows leave first, and `sums`
+how many there are.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import math
 import sqlite3
+import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from cachecraft_rag.store.catalog import found_texts, removals
+from cachecraft_rag.store.catalog import found_texts, removals, sums
+from cachecraft_rag.store.catalog.eviction_order import EvictionOrder
+from cachecraft_rag.store.catalog.eviction_rules import EvictionRule
 from cachecraft_rag.store.catalog.rows import (
     COLUMNS,
     NOTHING,
@@ -48,15 +53,7 @@ from cachecraft_rag.store.catalog_records import (
     Totals,
 )
 from cachecraft_rag.store.database import Database, Parameters, fetched
-from cachecraft_rag.store.eviction import (
-    POLICIES,
-    Policy,
-    Saving,
-    Use,
-    VariantFacts,
-    ticked,
-    ticked_by_return,
-)
+from cachecraft_rag.store.eviction import Policy, Use
 from cachecraft_rag.store.row_checks import row_error, scores_are_wrong
 from cachecraft_rag.types.captures import TokenScores
 from cachecraft_rag.types.digests import passage_id
@@ -64,12 +61,15 @@ from cachecraft_rag.types.store_reasons import EvictionReason
 from cachecraft_rag.types.variants import Payload, Variant
 
 logger = logging.getLogger("cachecraft_rag.store")
-_LEAST_REMEMBERED = 1000
-_FORGET_EVERY = 64  # rows of `departed` that are too old are deleted when this many more have left
 
-_LISTED = f"""SELECT s.namespace, s.fingerprint, {COLUMNS}, v.scores_sum, i.scores
-  FROM variants AS v JOIN scopes AS s USING (scope) LEFT JOIN token_scores AS i ON i.variant_id = v.variant_id"""
 _SCOPED = "variants AS v JOIN scopes AS s USING (scope)"
+# `last_used` is not covered by the row's checksum: a damaged one counts as never used.
+_ROW_LISTED = (
+    f"s.namespace, s.fingerprint, iif(typeof(v.last_used) = 'real', v.last_used, 0.0), {COLUMNS}"
+)
+_LISTED = f"SELECT {_ROW_LISTED} FROM {_SCOPED}"
+_LISTED_WITH_SCORES = f"""SELECT v.scores_sum, i.scores, {_ROW_LISTED} FROM {_SCOPED}
+    LEFT JOIN token_scores AS i ON i.variant_id = v.variant_id"""
 _IN_NAMESPACE = "(? IS NULL OR s.namespace = ?)"
 _LOOKUP = f"""SELECT {COLUMNS} FROM variants AS v
   WHERE v.scope = (SELECT scope FROM scopes WHERE namespace = :namespace AND fingerprint = :fingerprint)
@@ -81,50 +81,6 @@ _INSERTED = ("scope", *CatalogRow._fields, "scores_sum", "saved", "score")
 _INSERT = (
     f"INSERT INTO variants ({', '.join(_INSERTED)}) VALUES ({', '.join('?' * len(_INSERTED))})"
 )
-# Of a damaged row any column may be of another type or out of range: such a number counts as 0.
-_BYTES = "iif(typeof(file_bytes) = 'integer' AND file_bytes > 0, file_bytes, 0)"
-_SCORE, _FREQUENCY, _SAVED, _SHARE = (
-    f"iif(typeof({name}) = 'real' AND {name} BETWEEN 0.0 AND 1e15, {name}, 0.0)"
-    for name in ("score", "reuse_frequency", "saved", "exact_share")
-)
-_FILE = f"variant_id, created, {_BYTES}"
-_ROW = (
-    f"SELECT {_FILE}, {_SCORE}, scope, CAST(chunk_id AS BLOB), {_FREQUENCY}, {_SAVED} FROM variants"
-)
-# A damaged row may name another chunk than its own.
-_BESIDE = f"{_ROW} WHERE (scope = ? AND chunk_id = ?) OR variant_id = ? ORDER BY score, created"
-_STANDING = f"""SELECT variant_id, scope, chunk_id, iif(typeof(tokens) = 'integer', tokens, 0), {_BYTES}, {_SHARE},
-    {_FREQUENCY}, {_SAVED} FROM variants WHERE variant_id IN (SELECT value FROM json_each(?))"""
-_USED = """UPDATE variants SET reuse_frequency = ?, saved = ?, score = ?
-    WHERE scope = ? AND chunk_id = ? AND variant_id = ?"""
-_STORED_SUMS = "SELECT variants, file_bytes FROM totals"
-_COUNTED_SUMS = f"SELECT count(*), coalesce(sum({_BYTES}), 0) FROM variants"
-_RESERVED = "SELECT coalesce(sum(iif(typeof(reserved_bytes) = 'integer', reserved_bytes, 0)), 0) FROM files_at_risk"
-_CLOCK = "SELECT clock FROM eviction WHERE typeof(clock) = 'real'"
-_REMEMBER = "INSERT OR REPLACE INTO departed (scope, chunk_id, reuse_frequency, saved) VALUES (?,CAST(? AS TEXT),?,?)"
-
-
-class _Candidate(NamedTuple):
-    """A row that may be evicted, in the order of `_ROW`; id, time and chunk id as they lie there, also if damaged."""
-
-    variant_id: str
-    created: float
-    file_bytes: int
-    score: float
-    scope: int
-    chunk_id: bytes
-    reuse_frequency: float
-    saved: float
-
-    @property
-    def file(self) -> FileRef:
-        """Its file."""
-        return FileRef(self.variant_id, self.created, self.file_bytes)
-
-    @property
-    def used(self) -> Use:
-        """All its uses."""
-        return Use(self.reuse_frequency, self.saved)
 
 
 class Catalog:
@@ -150,13 +106,8 @@ class Catalog:
         try:
             self._db.compact()
             self._count_damaged_sums()
-            with self._db.reading() as connection:
-                names = connection.execute("SELECT policy FROM eviction").fetchall()
-            name = names[0][0] if len(names) == 1 else None
-            stored_policy = Saving() if name is None else POLICIES.get(name, Saving())
-            self.policy = policy or stored_policy
-            if not self.read_only and name != self.policy.name:
-                self._adopt(self.policy)
+            self._order = EvictionOrder(self._db, policy)
+            self.policy = self._order.policy
         except BaseException:  # Ctrl-C too: the file is closed
             self._db.close()
             raise
@@ -214,12 +165,7 @@ class Catalog:
         """
         condition, parameters = chosen.as_sql()
         query = f"{_LISTED} WHERE {condition} ORDER BY v.score DESC, v.created DESC, v.variant_id LIMIT ? OFFSET ?"
-        rows = [
-            _listed(namespace, fingerprint, CatalogRow(*columns))
-            for namespace, fingerprint, *columns, _, _ in self._fetched(
-                query, (*parameters, limit, offset)
-            )
-        ]
+        rows = [_listed(*columns) for columns in self._fetched(query, (*parameters, limit, offset))]
         return [row for row in rows if isinstance(row, Listed)]
 
     def scan(self, page: int = 500) -> Iterator[Listed | DamagedRow]:
@@ -227,20 +173,34 @@ class Catalog:
 
         Nothing is locked between two rows. A row that is damaged, or has damaged token scores, is a `DamagedRow`.
         """
-        query = f"{_LISTED} WHERE v.variant_id > ? ORDER BY v.variant_id LIMIT ?"
-        after = ""
-        while batch := self._fetched(query, (after, page)):
-            for namespace, fingerprint, *columns, checksum, scores in batch:
-                row = _listed(namespace, fingerprint, CatalogRow(*columns))
-                if isinstance(row, Listed) and isinstance(
-                    flaw := _read_scores(row.variant.tokens, checksum, scores), str
-                ):
-                    file = FileRef(row.variant.variant_id, row.variant.created, row.file_bytes)
-                    row = DamagedRow(
-                        file, row.variant.key.chunk_id, f"its token scores are damaged: {flaw}"
-                    )
+        for checksum, scores, *columns in self._pages(_LISTED_WITH_SCORES, page):
+            row = _listed(*columns)
+            if isinstance(row, Listed) and isinstance(
+                flaw := _read_scores(row.variant.tokens, checksum, scores), str
+            ):
+                file = FileRef(row.variant.variant_id, row.variant.created, row.file_bytes)
+                row = DamagedRow(
+                    file, row.variant.key.chunk_id, f"its token scores are damaged: {flaw}"
+                )
+            yield row
+
+    def ruled_out(
+        self, rules: Sequence[EvictionRule], now: float, page: int = 500
+    ) -> Iterator[Listed]:
+        """Yield the rows that one of these rules evicts at this time; damaged rows are left to other checks."""
+        for columns in self._pages(_LISTED, page):
+            row = _listed(*columns)
+            if isinstance(row, Listed) and any(rule(row, now) for rule in rules):
                 yield row
-            after = batch[-1][2 + CatalogRow._fields.index("variant_id")]
+
+    def _pages(self, query: str, page: int) -> Iterator[Any]:
+        """Yield the rows of a query of `_ROW_LISTED` by variant id; nothing is locked between two pages."""
+        ordered = f"{query} WHERE v.variant_id > ? ORDER BY v.variant_id LIMIT ?"
+        place = CatalogRow._fields.index("variant_id") - len(CatalogRow._fields)
+        after = ""
+        while batch := self._fetched(ordered, (after, page)):
+            yield from batch
+            after = batch[-1][place]
 
     def _fetched(self, query: str, parameters: Parameters) -> list[Any]:
         with self._db.reading() as connection:
@@ -250,10 +210,10 @@ class Catalog:
         """Return sums over all rows, of all namespaces and models, as of one moment; 0 in an empty catalog."""
         # Both queries see one moment: in between, a file's bytes could move from "reserved" to its row and count twice.
         with self._db.snapshot() as connection:
-            variants, file_bytes = _sums(connection)
-            query = f"SELECT (SELECT count(*) FROM (SELECT DISTINCT scope, chunk_id FROM variants)), ({_RESERVED})"
-            chunks, reserved_bytes = connection.execute(query).fetchone()
-            return Totals(variants, chunks, file_bytes, reserved_bytes)
+            variants, file_bytes = sums.of_rows(connection)
+            query = "SELECT count(*) FROM (SELECT DISTINCT scope, chunk_id FROM variants)"
+            (chunks,) = connection.execute(query).fetchone()
+            return Totals(variants, chunks, file_bytes, sums.reserved_bytes(connection))
 
     def holds(self, file: FileRef, *, or_at_risk: bool = False) -> bool:
         """Return True if exactly this file has a row, or with `or_at_risk` is about to be created or deleted."""
@@ -282,13 +242,12 @@ class Catalog:
 
         These are as many as leave at most `down_to_bytes` bytes of files with a row in the whole catalog.
         """
-        condition, parameters = chosen.as_sql()
-        query = f"""{_ROW} AS v JOIN scopes AS s USING (scope) WHERE {condition} ORDER BY v.score, v.created"""
         with self._db.reading() as connection:
-            excess = float("inf")
+            excess = math.inf
             if down_to_bytes is not None:
-                excess = _sums(connection)[1] - down_to_bytes
-            return [row.file for row in _until(connection.execute(query, parameters), excess)[0]]
+                excess = sums.of_rows(connection)[1] - down_to_bytes
+            rows, _ = self._order.freeing(connection, excess, chosen)
+            return [row.file for row in rows]
 
     def shaped_by(
         self, chunk_ids: Collection[str], *, namespace: str | None
@@ -308,10 +267,7 @@ class Catalog:
                 or any(not removed.isdisjoint(removals.readable_ids(ids)) for ids in packed)
             ]
         asked = f"{_LISTED} WHERE v.variant_id IN (SELECT value FROM json_each(?))"
-        return [
-            _listed(namespace, fingerprint, CatalogRow(*columns))
-            for namespace, fingerprint, *columns, _, _ in self._fetched(asked, (json.dumps(names),))
-        ]
+        return [_listed(*columns) for columns in self._fetched(asked, (json.dumps(names),))]
 
     def others(self, chunk_ids: Collection[str], *, namespace: str | None) -> OtherTexts:
         """Return the ids of all texts that variants hold or were shaped by, but for these chunks and instructions.
@@ -350,25 +306,25 @@ class Catalog:
     def check_sums(self, *, repair: bool) -> str:
         """Compare the stored sums over all rows with the rows; return what is (or was) wrong, or ""."""
         with self._db.snapshot() as connection:
-            stored = fetched(connection, _STORED_SUMS, ())
-            counted = connection.execute(_COUNTED_SUMS).fetchone()
+            stored = sums.stored(connection)
+            counted = sums.counted(connection)
         if stored == [counted]:
             return ""
         if repair:
             with self._db.writing() as connection:
-                _count_again(connection)
+                sums.count_again(connection)
         variants, file_bytes = counted
         return f"its sums are {stored}, and it has {variants} rows with {file_bytes} bytes"
 
     def _count_damaged_sums(self) -> None:
         """Count the rows again if the stored sums are no numbers: the triggers would go on from them."""
         with self._db.reading() as connection:
-            is_sound = _stored_sums(connection) is not None
+            is_sound = sums.sound(connection) is not None
         if is_sound or self.read_only:
             return
         logger.warning("The sums over all rows of %s are damaged and are counted again", self.path)
         with self._db.writing() as connection:
-            _count_again(connection)
+            sums.count_again(connection)
 
     # -- writing ------------------------------------------------------------------------------------------------------
 
@@ -383,8 +339,8 @@ class Catalog:
         room, because of other writers or because the file alone is too large.
         """
         with self._db.writing() as connection:
-            excess = _state(connection)[2] + file_bytes - limits.disk_bytes
-            rows, missing = _until(connection.execute(f"{_ROW} ORDER BY score, created"), excess)
+            excess = sums.used_bytes(connection) + file_bytes - limits.disk_bytes
+            rows, missing = self._order.freeing(connection, excess)
             if missing:
                 return None
             if not rows:
@@ -392,7 +348,8 @@ class Catalog:
                     connection, [FileRef(variant.variant_id, variant.created, file_bytes)], writer
                 )
                 return []
-            return _remove(connection, _depart(connection, rows), writer, EvictionReason.BUDGET)
+            files = self._order.evicted(connection, rows)
+            return _remove(connection, files, writer, EvictionReason.BUDGET)
 
     def commit(
         self,
@@ -428,14 +385,13 @@ class Catalog:
             if removals.removed_among(connection, held, key.namespace):
                 return None
             scope = _scope_of(connection, variant)
-            found = connection.execute(_BESIDE, (scope, key.chunk_id, variant.variant_id))
-            beside = [_Candidate(*row) for row in found]
+            beside = self._order.beside(connection, scope, key.chunk_id, variant.variant_id)
             same = next((row for row in beside if row.variant_id == variant.variant_id), None)
             others = [row.file for row in beside if row is not same]
             if same is not None:
                 used = same.used
             else:
-                known = _remembered(connection, scope, key.chunk_id, first=not others)
+                known = self._order.returned(connection, scope, key.chunk_id, first=not others)
                 if extra_variant and not others and known is None:
                     return None
                 frequency = variant.reuse_frequency
@@ -447,18 +403,19 @@ class Catalog:
             # anything new.
             crowd = others[: max(0, len(others) + 1 - limits.variants_per_chunk)]
             gone += _remove(connection, crowd, writer, EvictionReason.CHUNK_CAP)
-            clock, variants, _ = _state(connection)
-            over = _lowest(connection, variants + 1 - limits.max_variants)
+            variants, _ = sums.of_rows(connection)
+            over = self._order.lowest(connection, variants + 1 - limits.max_variants)
             scores = packed(token_scores.inter)
             row = row_of(variant, file_bytes=file_bytes, frequency=used.frequency)
-            score = self.policy.score(_facts_of(variant, file_bytes, used), clock)
+            score = self._order.score(connection, variant, file_bytes, used)
             connection.execute(_INSERT, (scope, *row, sum_of_scores(scores), used.saved, score))
             if scores is not None:
                 connection.execute(
                     "INSERT OR REPLACE INTO token_scores VALUES (?,?)", (variant.variant_id, scores)
                 )
             removals.note_shaping(connection, variant.variant_id, shaping)
-            gone += _remove(connection, _depart(connection, over), writer, EvictionReason.COUNT_CAP)
+            evicted = self._order.evicted(connection, over)
+            gone += _remove(connection, evicted, writer, EvictionReason.COUNT_CAP)
             _settle(connection, [FileRef(variant.variant_id, variant.created)])
         # Two captures of one identity in the same clock tick share a file name; the file now belongs to the new row.
         return [
@@ -486,13 +443,9 @@ class Catalog:
         `forget`, which were removed on purpose, are no longer remembered as evicted. What an administrator removes
         stays removed after a power cut.
         """
-        query = f"SELECT {_FILE} FROM variants WHERE variant_id = ? AND created = ?"
+        query = f"SELECT {sums.FILE} FROM variants WHERE variant_id = ? AND created = ?"
         with self._db.writing(removes=why is EvictionReason.ADMINISTRATOR) as connection:
-            if forget:
-                query_of_chunks = (
-                    "DELETE FROM departed WHERE chunk_id IN (SELECT value FROM json_each(?))"
-                )
-                connection.execute(query_of_chunks, (json.dumps(list(forget)),))
+            self._order.forget(connection, forget)
             found = [
                 connection.execute(query, (file.variant_id, file.created)).fetchone()
                 for file in files
@@ -529,11 +482,11 @@ class Catalog:
         `limits.variants_per_chunk` does not count.
         """
         with self._db.reading() as connection:
-            _, variants, nbytes = _state(connection)
-            many = [row.file for row in _lowest(connection, variants - limits.max_variants)]
-            rows, _ = _until(
-                connection.execute(f"{_ROW} ORDER BY score, created"), nbytes - limits.disk_bytes
-            )
+            variants, _ = sums.of_rows(connection)
+            lowest = self._order.lowest(connection, variants - limits.max_variants)
+            many = [row.file for row in lowest]
+            excess = sums.used_bytes(connection) - limits.disk_bytes
+            rows, _ = self._order.freeing(connection, excess)
         if len(rows) >= len(many):
             return [row.file for row in rows], EvictionReason.BUDGET
         return many, EvictionReason.COUNT_CAP
@@ -541,33 +494,7 @@ class Catalog:
     def record_uses(self, uses: Mapping[str, Use]) -> None:
         """Add to the uses of each variant id and compute its score again; ids without a row are passed over."""
         with self._db.writing() as connection:
-            self._record_uses(connection, uses)
-
-    def _record_uses(self, connection: sqlite3.Connection, uses: Mapping[str, Use]) -> None:
-        changed = []
-        clock, _, _ = _state(connection)
-        rows = {row[0]: row for row in connection.execute(_STANDING, (json.dumps(list(uses)),))}
-        for variant_id, use in uses.items():
-            if (row := rows.get(variant_id)) is None:
-                continue
-            _, scope, chunk_id, tokens, nbytes, share, frequency, saved = row
-            used = Use(frequency, saved) + use
-            score = self.policy.score(
-                VariantFacts(chunk_id, variant_id, tokens, nbytes, share, used), clock
-            )
-            changed.append((*used, score, scope, chunk_id, variant_id))
-        connection.executemany(_USED, changed)
-
-    def _adopt(self, policy: Policy) -> None:
-        """Compute every row's score by this policy: one pass over all rows."""
-        with self._db.writing() as connection:
-            ids = [
-                row[0]
-                for row in connection.execute("SELECT variant_id FROM variants ORDER BY created")
-            ]
-            connection.execute("DELETE FROM eviction")
-            connection.execute("INSERT INTO eviction VALUES (?, 0.0)", (policy.name,))
-            self._record_uses(connection, {variant_id: Use(0.0, 0.0) for variant_id in ids})
+            self._order.record_uses(connection, uses, at=time.time())
 
     @contextmanager
     def standstill(self) -> Iterator[None]:
@@ -579,46 +506,6 @@ class Catalog:
 # -- inside a transaction ---------------------------------------------------------------------------------------------
 
 
-def _state(connection: sqlite3.Connection) -> tuple[float, int, int]:
-    """The eviction clock, the number of rows, and bytes that count against the budget."""
-    variants, file_bytes = _sums(connection)
-    clocks = connection.execute(_CLOCK).fetchall()
-    clock: float = clocks[0][0] if clocks else 0.0
-    reserved_bytes: int = connection.execute(_RESERVED).fetchone()[0]
-    return clock, variants, file_bytes + reserved_bytes
-
-
-def _sums(connection: sqlite3.Connection) -> tuple[int, int]:
-    """The number of rows and the bytes of their files; counted if the stored sums are damaged."""
-    stored = _stored_sums(connection)
-    if stored is not None:
-        return stored
-    variants, file_bytes = connection.execute(_COUNTED_SUMS).fetchone()
-    return variants, file_bytes
-
-
-def _stored_sums(connection: sqlite3.Connection) -> tuple[int, int] | None:
-    """The sums that triggers keep; None if they are missing, of another type or negative."""
-    rows = fetched(connection, _STORED_SUMS, ())
-    if len(rows) != 1:
-        return None
-    variants, file_bytes = rows[0]
-    if not (type(variants) is type(file_bytes) is int and variants >= 0 and file_bytes >= 0):
-        return None
-    return variants, file_bytes
-
-
-def _count_again(connection: sqlite3.Connection) -> None:
-    """Replace the stored sums by the sums over the rows."""
-    connection.execute("DELETE FROM totals")
-    connection.execute(f"INSERT INTO totals {_COUNTED_SUMS}")
-
-
-def _move_clock(connection: sqlite3.Connection, clock: float) -> None:
-    """Advance the clock to this; it never goes back."""
-    connection.execute("UPDATE eviction SET clock = max(clock, ?)", (clock,))
-
-
 def _scope_of(connection: sqlite3.Connection, variant: Variant) -> int:
     names = (variant.key.namespace, variant.key.fingerprint)
     query = "SELECT scope FROM scopes WHERE namespace = ? AND fingerprint = ?"
@@ -627,24 +514,6 @@ def _scope_of(connection: sqlite3.Connection, variant: Variant) -> int:
         found = connection.execute(query, names).fetchone()
     scope: int = found[0]
     return scope
-
-
-def _lowest(connection: sqlite3.Connection, over: int) -> list[_Candidate]:
-    """The `over` lowest-scored rows."""
-    return [
-        _Candidate(*row)
-        for row in connection.execute(f"{_ROW} ORDER BY score, created LIMIT ?", (max(0, over),))
-    ]
-
-
-def _until(rows: sqlite3.Cursor, excess: float) -> tuple[list[_Candidate], float]:
-    """The first rows whose files together free at least `excess` bytes; and the bytes still missing."""
-    taken: list[_Candidate] = []
-    while excess > 0 and (row := rows.fetchone()) is not None:
-        taken.append(_Candidate(*row))
-        excess -= taken[-1].file_bytes
-    rows.close()  # an open cursor would see the deletions that follow
-    return taken, max(excess, 0.0)
 
 
 def _remove(
@@ -668,51 +537,6 @@ def _settle(connection: sqlite3.Connection, files: Iterable[FileRef]) -> None:
     connection.executemany("DELETE FROM files_at_risk WHERE variant_id = ? AND created = ?", rows)
 
 
-def _depart(connection: sqlite3.Connection, rows: Sequence[_Candidate]) -> list[FileRef]:
-    """Move the clock to the scores of rows about to be evicted, remember their uses; return their files."""
-    clock, variants, _ = _state(connection)
-    many = False
-    for row in rows:
-        clock = max(clock, ticked(clock, row.score, used=row.saved > 0.0))
-        departing = (row.scope, row.chunk_id, row.reuse_frequency, row.saved + 1.0)
-        many |= not (connection.execute(_REMEMBER, departing).lastrowid or 0) % _FORGET_EVERY
-    _move_clock(connection, clock)
-    if many:
-        query = "DELETE FROM departed WHERE place <= (SELECT max(place) FROM departed) - ?"
-        connection.execute(query, (max(_LEAST_REMEMBERED, variants),))
-    return [row.file for row in rows]
-
-
-def _facts_of(variant: Variant, file_bytes: int, used: Use) -> VariantFacts:
-    """Return what an eviction policy knows of a variant."""
-    return VariantFacts(
-        variant.key.chunk_id,
-        variant.variant_id,
-        variant.tokens,
-        file_bytes,
-        variant.exact_share,
-        used,
-    )
-
-
-def _remembered(
-    connection: sqlite3.Connection, scope: int, chunk_id: str, *, first: bool
-) -> Use | None:
-    """Return, once, the uses of an evicted chunk that is stored again, for its `first` variant. The clock moves."""
-    query = f"DELETE FROM departed WHERE scope = ? AND chunk_id = ? RETURNING {_FREQUENCY}, {_SAVED}, place"
-    found = connection.execute(query, (scope, chunk_id)).fetchall()
-    if not found or not first:
-        return None
-    *uses, place = found[0]
-    clock, variants, _ = _state(connection)
-    last = connection.execute("SELECT max(place) FROM departed").fetchone()[0]
-    if last is not None and place <= last - max(_LEAST_REMEMBERED, variants):
-        return None
-    if lowest := _lowest(connection, 1):
-        _move_clock(connection, ticked_by_return(clock, lowest[0].score))
-    return Use(*uses)
-
-
 # -- rows as they lie there -------------------------------------------------------------------------------------------
 
 
@@ -731,10 +555,15 @@ def _read(
     return DamagedRow(FileRef(row.variant_id, row.created, nbytes), row.chunk_id, reason)
 
 
-def _listed(namespace: str, fingerprint: str, row: CatalogRow) -> Listed | DamagedRow:
-    """A row and its file's size, or the damaged row."""
+def _listed(
+    namespace: str, fingerprint: str, last_used: float, *columns: Any
+) -> Listed | DamagedRow:
+    """The row of `_ROW_LISTED`, or the damaged row."""
+    row = CatalogRow(*columns)
     read = _read(namespace, fingerprint, row)
-    return read if isinstance(read, DamagedRow) else Listed(read, row.file_bytes)
+    if isinstance(read, DamagedRow):
+        return read
+    return Listed(read, row.file_bytes, max(read.created, last_used))
 
 
 def _read_scores(tokens: int | None, checksum: int, inter: bytes | None) -> TokenScores | str:

@@ -11,7 +11,7 @@ from cachecraft_rag.store.database import Failure, Kind, failure_of, locked_by
 from cachecraft_rag.types.versions import IDENTITY_VERSION, LAYOUT_VERSION
 
 # A store of another version is set aside and built again. The last digits go up whenever a table changes.
-_VERSION = IDENTITY_VERSION * 10_000 + LAYOUT_VERSION * 100 + 4
+_VERSION = IDENTITY_VERSION * 10_000 + LAYOUT_VERSION * 100 + 5
 _TABLES = (
     """CREATE TABLE scopes (
          scope INTEGER PRIMARY KEY, namespace TEXT NOT NULL, fingerprint TEXT NOT NULL,
@@ -23,7 +23,7 @@ _TABLES = (
          inter BLOB NOT NULL, intra REAL NOT NULL, cci REAL NOT NULL, exact_share REAL NOT NULL,
          session TEXT, codec TEXT NOT NULL, nbytes INTEGER NOT NULL, file_bytes INTEGER NOT NULL,
          reuse_frequency REAL NOT NULL, created REAL NOT NULL, primed INTEGER NOT NULL DEFAULT 0,
-         row_sum INTEGER, scores_sum INTEGER, score REAL, saved REAL NOT NULL DEFAULT 0.0,
+         row_sum INTEGER, scores_sum INTEGER, score REAL, saved REAL NOT NULL DEFAULT 0.0, last_used REAL,
          PRIMARY KEY (scope, chunk_id, variant_id)) WITHOUT ROWID""",
     "CREATE UNIQUE INDEX variants_by_id ON variants (variant_id)",
     "CREATE INDEX variants_by_score ON variants (score, created)",

@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
@@ -219,6 +219,12 @@ class RemoteTier(Closeable):
             foreign = self._foreign.pop(variant.variant_id, None)
         signed = raw if self._signer is None else self._signer.sign(raw)
         return self._outbox.offer(Parcel(name_of(variant), signed, payload, foreign))
+
+    def remove_shared(self, variants: Iterable[Variant]) -> None:
+        """Remove the shared ones of these variants, see `remove`; private ones are on no remote."""
+        for variant in variants:
+            if variant.session is None:
+                self.remove(variant)
 
     def remove(self, variant: Variant) -> None:
         """Remove row and payload of a variant, which turned out to be damaged, from the remote in the background."""

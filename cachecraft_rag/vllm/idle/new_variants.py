@@ -36,8 +36,8 @@ class IdleVariants(VariantWork):
 
 
 def _is_unmarked(candidate: Candidate) -> bool:
-    return bool(candidate.first)
+    return bool(candidate.never_stored)
 
 
 def _is_marked(candidate: Candidate) -> bool:
-    return not candidate.first
+    return not candidate.never_stored

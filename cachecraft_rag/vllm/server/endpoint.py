@@ -26,6 +26,7 @@ import prometheus_client
 import vllm.envs
 from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
 from vllm.entrypoints.openai.chat_completion import api_router as chats
 from vllm.entrypoints.openai.chat_completion.protocol import (
     ChatCompletionRequest,
@@ -46,7 +47,7 @@ from vllm.entrypoints.serve.utils.sse_keep_alive import with_sse_keep_alive
 from vllm.renderers.chat_utils import load_chat_template
 
 from cachecraft_rag.errors import CacheCraftError, ConfigError
-from cachecraft_rag.server import administration
+from cachecraft_rag.server import administration, holding
 from cachecraft_rag.server.documents import (
     Asked,
     check_documents,
@@ -61,12 +62,14 @@ from cachecraft_rag.server.wire import (
     CHAT,
     EVICT,
     FACTS,
+    HOLDS,
     PRIME,
     READMIT,
     REQUESTS,
     TOKENIZER,
     Message,
 )
+from cachecraft_rag.vllm.beside import check_beside, connectors_in
 from cachecraft_rag.vllm.calls import Calls
 from cachecraft_rag.vllm.messages import salt_of
 from cachecraft_rag.vllm.metrics import ServerCollector, reported_counts
@@ -85,6 +88,20 @@ from cachecraft_rag.vllm.settings import ConnectorSettings
 T = TypeVar("T")
 
 _THREADS = 4  # for laying out prompts
+# paths of POST that keep tenants apart, or leave nothing in a cache
+_DIVIDED = frozenset(
+    {
+        CHAT,
+        "/v1/completions",
+        "/v1/responses",
+        PRIME,
+        EVICT,
+        READMIT,
+        HOLDS,
+        "/tokenize",
+        "/detokenize",
+    }
+)
 
 
 class DocumentChatRequest(ChatCompletionRequest):
@@ -105,6 +122,7 @@ class ChatWithDocuments:
         vLLM calls this once, after it has added its own routes, and then removes those with the same path and method.
         """
         app.include_router(_router())
+        app.add_middleware(OtherRoutes)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Open the engine over vLLM's, check that reuse is exact here, and set `state.cachecraft` to an `Endpoint`.
@@ -118,6 +136,7 @@ class ChatWithDocuments:
             args: arguments of vLLM's server.
         """
         settings = ConnectorSettings.of(engine_client.vllm_config)
+        _check_server(engine_client, args, settings)
         loop = asyncio.get_running_loop()
         calls = Calls(engine_client, loop)
         template = load_chat_template(args.chat_template)
@@ -138,6 +157,43 @@ class ChatWithDocuments:
         state.cachecraft.announcement = loop.create_task(
             announce(args, needs_key=needs_key, note=engine.layer_by_layer)
         )
+
+
+def _check_server(engine_client: Any, args: Namespace, settings: ConnectorSettings) -> None:
+    """Raise ConfigError for options that `cachecraft serve` would have set or refused, of a server of `vllm serve`."""
+    if engine_client.vllm_config.kv_transfer_config.kv_load_failure_policy != "recompute":
+        raise ConfigError('write "kv_load_failure_policy": "recompute" into --kv-transfer-config')
+    if engine_client.logger_manager is None:
+        raise ConfigError(
+            "statistics of requests are sent with vLLM's: leave out --disable-log-stats"
+        )
+    if (getattr(args, "api_server_count", None) or 1) > 1:
+        raise ConfigError(
+            "statistics of requests are kept in one API server: leave out --api-server-count"
+        )
+    beside = connectors_in(engine_client.vllm_config.kv_transfer_config)[1:]
+    check_beside(beside, settings.config.reuse, settings.endpoint.client_settings)
+
+
+class OtherRoutes:
+    """Middleware that closes vLLM's other ways to a model if there are tenants, whose prompts they would mix."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, or refuse it (403)."""
+        endpoint: Endpoint | None = getattr(scope["app"].state, "cachecraft", None)
+        is_request = scope["type"] == "websocket" or scope.get("method") == "POST"
+        header = None if endpoint is None else endpoint.engine.settings.tenant_header
+        if header is None or not is_request or scope["path"] in _DIVIDED:
+            await self._app(scope, receive, send)
+            return
+        message = (
+            f"{scope['path']} does not keep tenants apart ({header}): use /v1/chat/completions"
+        )
+        refusal = JSONResponse({"error": {"message": message, "code": 403}}, status_code=403)
+        await refusal(scope, receive, send)
 
 
 class Endpoint:
@@ -174,6 +230,14 @@ class Endpoint:
         except ConfigError as error:
             raise bad_request(error) from error
 
+    def engine_for(self, raw_request: Request) -> ServerEngine:
+        """Return the engine of a request's tenant. Raises HTTPException (400), see `EndpointSettings.tenant_in`."""
+        try:
+            tenant = self.engine.settings.tenant_in(raw_request.headers)
+        except ConfigError as error:
+            raise bad_request(error) from error
+        return self.engine.for_tenant(tenant) if tenant else self.engine
+
 
 def bad_request(error: CacheCraftError) -> HTTPException:
     """Return an HTTPException (400) with the error's message, in which `max_new_tokens` becomes `max_tokens`."""
@@ -202,8 +266,9 @@ async def create_chat_completion(request: DocumentChatRequest, raw_request: Requ
     """
     if request.documents is not None:
         return await _with_documents(request, raw_request)
+    origin = _origin(request, raw_request)
     _divide_prefix_cache(request, raw_request)
-    if (origin := _origin(request, raw_request)) is None:
+    if origin is None:
         return await chats.create_chat_completion(request, raw_request)
     return await _plain_chat(request, raw_request, origin)
 
@@ -212,7 +277,7 @@ async def create_chat_completion(request: DocumentChatRequest, raw_request: Requ
 @load_aware_call  # type: ignore[untyped-decorator]
 async def _with_documents(request: DocumentChatRequest, raw_request: Request) -> Response:
     endpoint = _endpoint(raw_request)
-    engine = endpoint.engine
+    engine = endpoint.engine_for(raw_request)
     session = endpoint.session(raw_request)
     stock = raw_request.app.state.openai_serving_chat
 
@@ -227,19 +292,15 @@ async def _with_documents(request: DocumentChatRequest, raw_request: Request) ->
             asked = replace(asked, tools=())
         prepared, ask = engine.prepare(asked, session=session)
         reason = ask.left_to_server
-        left = f"left to vLLM: {reason}" if reason else ""
-        remark = left or uncaptured_note(asked.config, engine.config)
-        ids = [segment.segment_id for segment in prepared.prompt.segments[:-1]]
         record = RequestRecord(
             prepared,
             engine.decoder.layout.layers,
             ask.name,
-            remark=remark,
+            remark=uncaptured_note(asked.config, engine.config),
             predicted=engine.predicted_answer(prepared),
-            alone=bool(reason),
-            unused=dict.fromkeys(ids, reason) if reason else {},
         )
         if reason:  # vLLM computes all of it, and needs no message
+            record.leave(reason)
             return record, {"prompt_token_ids": prepared.prompt.token_ids}
         return record, engine.transfer(ask)
 
@@ -280,8 +341,9 @@ async def create_completion(request: CompletionRequest, raw_request: Request) ->
     settings are ignored. Refuses a request with `documents`, which only chat completions take.
     """
     _require_none(request)
+    origin = _origin(request, raw_request)
     _divide_prefix_cache(request, raw_request)
-    if (origin := _origin(request, raw_request)) is None:
+    if origin is None:
         return await completions.create_completion(request, raw_request)
     return await _plain_completion(request, raw_request, origin)
 
@@ -303,9 +365,11 @@ async def _plain_completion(
 def _divide_prefix_cache(
     request: ChatCompletionRequest | CompletionRequest | ResponsesRequest, raw_request: Request
 ) -> None:
-    """Keep a session's blocks in vLLM's prefix cache apart from those of others, by the request's salt."""
-    session = _endpoint(raw_request).session(raw_request)
-    request.cache_salt = salt_of(session, request.cache_salt or "") or None
+    """Keep blocks of a tenant and a session in vLLM's prefix cache apart from others, by the request's salt."""
+    endpoint = _endpoint(raw_request)
+    tenant = endpoint.engine_for(raw_request).tenant
+    salt = salt_of(endpoint.session(raw_request), request.cache_salt or "", tenant=tenant)
+    request.cache_salt = salt or None
 
 
 def _origin(
@@ -329,7 +393,8 @@ def _origin(
     if (chosen := engine.chosen_ratio(config)) is not None:
         ratio, quality = chosen
         calibrated = replace(calibrated, recompute_ratio=ratio)
-    return Origin(session, request.cache_salt or "", calibrated, quality)
+    tenant = endpoint.engine_for(raw_request).tenant
+    return Origin(session, request.cache_salt or "", calibrated, quality, tenant)
 
 
 def _locate(raw_request: Request, messages: Sequence[Message]) -> Locate:
@@ -356,8 +421,9 @@ def _searching(stock: Any, raw_request: Request, origin: Origin, locate: Locate)
 async def create_responses(request: ResponsesRequest, raw_request: Request) -> Response:
     """Serve a response by vLLM's own handler; the rest is as in `create_completion`."""
     _require_none(request)
+    origin = _origin(request, raw_request)
     _divide_prefix_cache(request, raw_request)
-    if (origin := _origin(request, raw_request)) is None:
+    if origin is None:
         return await responses.create_responses(request, raw_request)
     return await _plain_responses(request, raw_request, origin)
 
@@ -431,10 +497,10 @@ async def statistics(name: str, raw_request: Request) -> dict[str, object]:
     Raises HTTPException (404) for an unknown answer, one that is not among the last 1,000, and one of another session.
     """
     endpoint = _endpoint(raw_request)
-    session = endpoint.session(raw_request)
+    owner = (endpoint.engine_for(raw_request).namespace, endpoint.session(raw_request))
     # vLLM numbers the prompts of a response: more than one if the server calls tools itself
     for request_id in (name, f"{name}_0"):
-        if (numbers := endpoint.records.get(request_id, session=session)) is not None:
+        if (numbers := endpoint.records.get(request_id, owner=owner)) is not None:
             break
     if numbers is None:
         raise HTTPException(
@@ -466,16 +532,27 @@ async def readmit(raw_request: Request) -> dict[str, object]:
     return await _changed(raw_request, administration.readmit)
 
 
+async def holds(raw_request: Request) -> dict[str, object]:
+    """Return what the store of this server holds of chunks, see `holding.holds`; errors as in `prime`, but no key."""
+    endpoint = _endpoint(raw_request)
+    session = endpoint.session(raw_request)
+    body = await _body(raw_request)
+    return await endpoint.in_thread(
+        partial(holding.holds, endpoint.engine_for(raw_request), body, session=session)
+    )
+
+
 async def _changed(
     raw_request: Request, change: Callable[[ServerEngine, bytes], dict[str, object]]
 ) -> dict[str, object]:
     """Return the reply of a request that changes shared chunk-caches."""
     endpoint = _endpoint(raw_request)
     given = raw_request.headers.get(ADMIN_HEADER, "")
-    if not administration.is_admin(given, endpoint.engine.settings.admin_keys):
-        raise HTTPException(403, administration.NEEDS_KEY)
+    if refusal := administration.refusal_of(given, endpoint.engine.settings.admin_keys):
+        raise HTTPException(403, refusal)
+    engine = endpoint.engine_for(raw_request)
     body = await _body(raw_request)
-    return await endpoint.in_thread(partial(change, endpoint.engine, body), slow=True)
+    return await endpoint.in_thread(partial(change, engine, body), slow=True)
 
 
 async def _body(raw_request: Request) -> bytes:
@@ -506,6 +583,7 @@ def _router() -> APIRouter:
         (PRIME, prime, [json]),
         (EVICT, evict, [json]),
         (READMIT, readmit, [json]),
+        (HOLDS, holds, [json]),
     ]
     for path, act, dependencies in posts:
         router.add_api_route(path, act, methods=["POST"], dependencies=dependencies)

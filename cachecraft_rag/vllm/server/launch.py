@@ -13,6 +13,7 @@ from cachecraft_rag.engine.config import EngineConfig
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.server.settings import EndpointSettings
 from cachecraft_rag.store.config import CACHE_FOLDER
+from cachecraft_rag.vllm.beside import check_beside, connectors_in
 from cachecraft_rag.vllm.options import VLLMOptions
 from cachecraft_rag.vllm.plugin import ENDPOINT, PLUGIN
 from cachecraft_rag.vllm.refusals import missing_arguments
@@ -23,7 +24,7 @@ from cachecraft_rag.vllm.versions import require_vllm
 logger = logging.getLogger("cachecraft_rag.vllm")
 
 # Arguments that this module sets, so users cannot pass them.
-_OURS = ("--model", "--dtype", "--tokenizer", "--kv-transfer-config", "--kv-connector", "--config")
+_OURS = ("--model", "--dtype", "--tokenizer", "--kv-connector", "--config")
 _LOG_CONFIG = "VLLM_LOGGING_CONFIG_PATH"
 _JSON_LOGS = Path(__file__).with_name("json_logs.json")
 _NEVER_S = 1e9  # interval of vLLM's statistics in its log, if it should not log any
@@ -103,6 +104,7 @@ def summary(settings: ConnectorSettings) -> str:
         "search system": endpoint.search_system,
         "client settings": endpoint.client_settings,
         "session header": endpoint.session_header,
+        "tenant header": endpoint.tenant_header,
     }
     return ", ".join(f"{name} {value}" for name, value in parts.items() if value is not None)
 
@@ -110,7 +112,7 @@ def summary(settings: ConnectorSettings) -> str:
 def check_arguments(arguments: Sequence[str]) -> None:
     """Raise ConfigError for arguments of vLLM's that are set here, or that conflict with what is set here.
 
-    Set here are --model, --dtype, --tokenizer, --kv-transfer-config, --kv-connector and --config, also with a part of
+    Set here are --model, --dtype, --tokenizer, --kv-connector and --config, also with a part of
     their value named after a dot. --api-server-count (-asc) and --headless conflict. Underscores count as hyphens.
     """
     for argument in arguments:
@@ -160,6 +162,8 @@ def _run(
     if chosen_file is None and os.environ.get(_LOG_CONFIG) == str(_JSON_LOGS):
         args.log_config_file = str(_JSON_LOGS)
     # Passed as an object: on a command line, the list of processes would show the key that signs requests.
-    args.kv_transfer_config = settings.transfer_config()
+    beside = connectors_in(args.kv_transfer_config)
+    check_beside(beside, settings.config.reuse, settings.endpoint.client_settings)
+    args.kv_transfer_config = settings.transfer_config(beside)
     validate_parsed_serve_args(args)
     uvloop.run(run_server(args, timeout_graceful_shutdown=_CLOSING_S))

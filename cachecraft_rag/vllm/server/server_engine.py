@@ -57,6 +57,7 @@ class ServerEngine(AnswerEngine):
         super().__init__(model, store, config)
         self.settings: EndpointSettings = settings.endpoint
         self.system = config.system
+        self._own_namespace = config.namespace
         self._model = model
         self._calls = calls
         self._backend = VLLMBackend(
@@ -71,6 +72,11 @@ class ServerEngine(AnswerEngine):
         self._capturer = self._backend
         self.new_variants = self._backend.new_variants
         self._layouts = Layouts(self, system=config.system, best_last=config.best_last)
+
+    @property
+    def tenant(self) -> str:
+        """The namespace of a tenant; "" for the server's own."""
+        return "" if self.namespace == self._own_namespace else self.namespace
 
     @classmethod
     def open(
@@ -138,7 +144,9 @@ class ServerEngine(AnswerEngine):
         if prompt.segments[0].private and session is None:
             # each chunk-cache after it belongs to a session
             config = replace(config, reuse=False, capture=False)
-        request = Request(prompt, config, SamplingParams(), session, started)
+        request = Request(
+            prompt, config, SamplingParams(), session, started, namespace=self.namespace
+        )
         request = self._backend.audits.results.with_ratio(request, asked.config or self.config)
         ask = Ask(
             prompt,
@@ -146,6 +154,7 @@ class ServerEngine(AnswerEngine):
             session,
             client_salt=asked.client_salt,
             name=request.request_id,
+            namespace=self.tenant,
         )
         return request, ask
 

@@ -84,12 +84,14 @@ class Origin:
     """Origin of a request: its session, its `cache_salt` and its reuse settings.
 
     quality  reason for the recompute ratio, if a quality target chose it; else ""
+    tenant   its tenant's namespace; "": the server's own
     """
 
     session: str | None
     salt: str
     config: ReuseConfig
     quality: str = ""
+    tenant: str = ""
 
     @property
     def owner(self) -> str | None:
@@ -184,7 +186,7 @@ class ServedPrompts:
 def _chain(ids: Sequence[int], origin: Origin) -> Iterator[tuple[int, bytes]]:
     """Yield the end of each whole block, and a digest of all tokens up to it."""
     chained = hashlib.blake2b(
-        repr((origin.session, origin.salt, origin.config)).encode(), digest_size=16
+        repr((origin.tenant, origin.session, origin.salt, origin.config)).encode(), digest_size=16
     )
     packed = array("q", ids).tobytes()
     width = 8 * _BLOCK
@@ -252,7 +254,7 @@ class PlainPrompts:
         if is_short and before is None:
             if len(ids) < MIN_TEXT_TOKENS:
                 return None
-            request = _request(Prompt((_text_of(ids),)), origin, started)
+            request = self._request(Prompt((_text_of(ids),)), origin, started)
             return Prepared(request, None, dict, remark=f"left to vLLM: {too_short}")
 
         searched = locate()
@@ -273,8 +275,9 @@ class PlainPrompts:
             salt = origin.salt if moved else f"exact {origin.salt}"
             # found text is captured by later requests, see `notes`
             config = replace(origin.config, capture=False)
-            ask = Ask(prompt, config, session_of(prompt, origin.owner), client_salt=salt)
-        request = _request(prompt or Prompt((_text_of(ids),)), origin, started)
+            session = session_of(prompt, origin.owner)
+            ask = Ask(prompt, config, session, client_salt=salt, namespace=origin.tenant)
+        request = self._request(prompt or Prompt((_text_of(ids),)), origin, started)
         if ask is not None:
             ask = replace(ask, name=request.request_id)
             return Prepared(request, ask, notes, remark=searched.remark)
@@ -287,9 +290,21 @@ class PlainPrompts:
         remark = searched.remark or f"left to vLLM: {cause}"
         return Prepared(request, None, notes, dict.fromkeys(stored, cause), remark)
 
+    def _request(self, prompt: Prompt, origin: Origin, started: float) -> Request:
+        """Return a request that began at `started`, with the settings of its origin."""
+        return Request(
+            prompt,
+            origin.config,
+            SamplingParams(),
+            origin.session,
+            started,
+            quality=origin.quality,
+            namespace=origin.tenant or self._engine.namespace,
+        )
+
     def _laid_out(self, ids: Sequence[int], searched: Searched, origin: Origin) -> _LaidOut:
         """Divide a prompt into segments, and look them up."""
-        engine = self._engine
+        engine = self._engine.for_tenant(origin.tenant) if origin.tenant else self._engine
         owner = origin.owner
         head = tuple(ids[: max(1, min((text.start for text in searched.texts), default=0))])
         look_up = partial(
@@ -374,7 +389,7 @@ class PlainPrompts:
             prepared.request,
             self._engine.decoder.layout.layers,
             name,
-            alone=prepared.ask is None,
+            left_to_vllm=prepared.ask is None,
             unused=prepared.unused,
             remark=prepared.remark,
             predicted=self._engine.predicted_answer(prepared.request),
@@ -425,13 +440,6 @@ def _pieces(ids: Sequence[int], searched: Searched, start: int) -> list[PromptPi
     if not searched.ends_with_question:
         pieces.append(PromptPiece((), is_searched=True))
     return [*pieces, PromptPiece(tuple(ids[start:]), is_searched=False)]
-
-
-def _request(prompt: Prompt, origin: Origin, started: float) -> Request:
-    """Return a request that began at `started`, with the settings of its origin."""
-    return Request(
-        prompt, origin.config, SamplingParams(), origin.session, started, quality=origin.quality
-    )
 
 
 def _text_of(ids: Sequence[int], start: int = 0) -> Segment:

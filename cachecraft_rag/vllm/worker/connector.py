@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -29,12 +30,13 @@ from cachecraft_rag.vllm.messages import (
     Corrections,
     Fill,
     FillReport,
-    News,
+    StepResult,
 )
-from cachecraft_rag.vllm.metrics import StoreCounts, counts_of
+from cachecraft_rag.vllm.metrics import NoFurtherMetrics, StoreCounts, counts_of
 from cachecraft_rag.vllm.options import VLLMConfig
 from cachecraft_rag.vllm.processes import settle_in
 from cachecraft_rag.vllm.settings import ConnectorSettings
+from cachecraft_rag.vllm.worker.adapters import Adapters
 from cachecraft_rag.vllm.worker.fill_memory import fill_memory
 from cachecraft_rag.vllm.worker.interfaces import (
     CausalLM,
@@ -61,35 +63,36 @@ _NONE: int | None = 0
 class StepWork(KVConnectorMetadata):
     """Scheduler → workers, once per step: fillings to begin, requests to give up, and the most rows to compute.
 
-    alone   True if vLLM itself computes nothing in this step
-    idle    True if no requests are running except those that capture new variants
-    wanted  True if a request waits for captures
+    ended             ids of the requests that have ended or are given up
+    vllm_is_free      True if vLLM itself computes nothing in this step
+    idle              True if no requests are running except those that capture new variants
+    captures_awaited  True if a request waits for captures
     """
 
     fills: list[Fill]
-    gone: list[str]
+    ended: list[str]
     rows: int
-    alone: bool
+    vllm_is_free: bool
     idle: bool
-    wanted: bool
+    captures_awaited: bool
 
 
 @dataclass
-class StepNews(KVConnectorWorkerMetadata):
+class WorkerOutput(KVConnectorWorkerMetadata):
     """Workers → scheduler, once per step."""
 
-    news: News
+    result: StepResult
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        """Return the news of both ranks as one, see `News.joined`."""
-        assert isinstance(other, StepNews), "all ranks run this connector"
-        return StepNews(self.news.joined(other.news))
+        """Return the results of both ranks as one, see `StepResult.joined`."""
+        assert isinstance(other, WorkerOutput), "all ranks run this connector"
+        return WorkerOutput(self.result.joined(other.result))
 
 
 class ConnectorOutput(Protocol):
     """`vllm.v1.outputs.KVConnectorOutput`, the workers' results of a step."""
 
-    kv_connector_worker_meta: StepNews | None
+    kv_connector_worker_meta: WorkerOutput | None
     finished_recving: set[str] | None
 
 
@@ -116,6 +119,7 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
         if role == KVConnectorRole.WORKER:
             model = _running_model(vllm_config)
             self._reserved = model.reserved_memory
+            self._adapters = Adapters(model)
             stack = WorkerStack(model, ranks_of_worker())
             warm_up(stack)
         memory = fill_memory(vllm_config, self._settings)
@@ -184,7 +188,7 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
         """Return the work of this step, a `StepWork`, with as many rows as vLLM's own requests leave.
 
         There are at least `ConnectorSettings.least_rows` rows, and exactly as many while the server is idle. Each
-        filling is handed out once. `gone` has the requests that have ended and those to be given up, in order of their
+        filling is handed out once. `ended` has the requests that have ended and those to be given up, in order of their
         ids. Exceptions are not caught, and end vLLM.
         """
         scheduled = int(scheduler_output.total_num_scheduled_tokens)
@@ -197,14 +201,16 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
         if idle:
             # a request that arrives now waits for the end of this step
             rows = self._settings.least_rows
-        gone = sorted({*scheduler_output.finished_req_ids, *scheduling.take_given_up()})
-        return StepWork(fills, gone, rows, scheduled == 0, idle, scheduling.take_wanted())
+        ended = sorted({*scheduler_output.finished_req_ids, *scheduling.take_given_up()})
+        return StepWork(
+            fills, ended, rows, scheduled == 0, idle, scheduling.take_captures_awaited()
+        )
 
     def update_connector_output(self, connector_output: ConnectorOutput) -> None:
-        """Take the workers' news, and note the requests that are filled or given up."""
+        """Take the workers' results, and note the requests that are filled or given up."""
         sent = connector_output.kv_connector_worker_meta
         self._safely(
-            None, lambda: self._scheduling.take_news(sent.news) if sent is not None else None
+            None, lambda: self._scheduling.take_result(sent.result) if sent is not None else None
         )
         self._safely(
             None, lambda: self._scheduling.ended(set(connector_output.finished_recving or ()))
@@ -237,7 +243,12 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
         assert isinstance(work, StepWork), "made by build_connector_meta"
         if work.fills:
             self._reserved.clear()  # vLLM has its KV cache and its graphs by now
-        self._safely(None, lambda: self._workers.step(**vars(work)))
+        self._safely(None, lambda: self._step(work))
+
+    def _step(self, work: StepWork) -> None:
+        has_passes = work.fills or self._workers.is_filling
+        with self._adapters.inactive() if has_passes else nullcontext():
+            self._workers.step(**vars(work))
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Do nothing: blocks are filled before vLLM computes with them."""
@@ -259,9 +270,9 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
         return self._workers.failed_blocks()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """Return reports and running captures as `StepNews`; None without news."""
-        news = self._safely(None, lambda: self._workers.news())
-        return None if news is None else StepNews(news)
+        """Return reports and running captures as `WorkerOutput`; None if nothing has changed."""
+        result = self._safely(None, lambda: self._workers.take_result())
+        return None if result is None else WorkerOutput(result)
 
     # -- both ---------------------------------------------------------------------------------------------------------
 
@@ -292,6 +303,11 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
     def build_kv_connector_stats(cls, data: dict[str, object] | None = None) -> StoreCounts:
         """Return the counts that have arrived in the API server, `StoreCounts.data`, as an object."""
         return StoreCounts(data or {})
+
+    @classmethod
+    def build_prom_metrics(cls, *given: Any) -> NoFurtherMetrics:
+        """Return metrics of vLLM's own, of which there are none. `given`: see `KVConnectorPromMetrics`."""
+        return NoFurtherMetrics(*given)
 
     def shutdown(self) -> None:
         """In a worker, give up fillings and finish the captures; in the scheduler, end look-ups. Close the store."""

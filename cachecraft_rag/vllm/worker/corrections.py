@@ -18,7 +18,7 @@ from cachecraft_rag.vllm.worker.interfaces import EngineRequest, PrefillStats
 class CountReused(Protocol):
     """Function that counts reused tokens of a prompt."""
 
-    def __call__(self, *, first: int) -> int:
+    def __call__(self, *, counted_from: int) -> int:
         """Return how many tokens from position `first` on were reused."""
 
 
@@ -89,7 +89,7 @@ class StatsCorrections:
         look_up = self._look_ups.pop(name, None)
         if look_up is None:
             return
-        hits = 0 if reused is None else min(look_up.filled, reused(first=look_up.local))
+        hits = 0 if reused is None else min(look_up.filled, reused(counted_from=look_up.local))
         look_up.correct(hits)
         self._totals["requests"] += 1
         self._totals["queries"] += look_up.queries

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 from cachecraft_rag.compute.balance.speed import ComputeSpeed
@@ -40,12 +41,14 @@ class Filling:
         loader: Loader,
         speed: ComputeSpeed,
         whole: bool,
+        longest_call_s: Callable[[], float] | None = None,
     ) -> None:
         """Make the plan, open the chunk-caches and begin to load them.
 
         Args:
             whole: True to load everything before computing. Needed with several ranks: they read at different speeds
                 and must run the same passes.
+            longest_call_s: see `OverlappedPrefill`.
         """
         self.fill = fill
         self._stack = stack
@@ -67,14 +70,16 @@ class Filling:
         captures = job.captures if fill.ask.captures is None else fill.ask.captures
         job = replace(
             job,
-            rows=job.rows.finish(range(fill.last, fill.ask.prompt.bounds[-1])),
+            rows=job.rows.finish(range(fill.stop, fill.ask.prompt.bounds[-1])),
             captures=() if fill.again else captures,
         )
         self._loads = loader.begin(self._resolved.to_load, self._resolved.unused)
         self._planned = self._idle_since = time.perf_counter()
         self._load_s = 0.0
         try:
-            self._steps = OverlappedPrefill(stack, job, self._loads, speed, runs_ahead=True).steps()
+            self._steps = OverlappedPrefill(
+                stack, job, self._loads, speed, runs_ahead=True, longest_call_s=longest_call_s
+            ).steps()
             self._step: Step = next(self._steps)
         except BaseException:  # whatever it is, readers stop
             self._close_loads()

@@ -115,6 +115,21 @@ class DecoderLayers(Protocol):
     layers: Sequence[DecoderLayer]
 
 
+class LoRAMapping(Protocol):
+    """`vllm.lora.layers.LoRAMapping`, the adapter of each row of a step; 0 is none."""
+
+    index_mapping: Sequence[int]
+
+
+class LoRAManager(Protocol):
+    """`vllm.lora.model_manager.LoRAModelManager`, the `lora_manager` of a model whose layers take adapters."""
+
+    _last_mapping: LoRAMapping | None
+
+    def set_adapter_mapping(self, mapping: LoRAMapping) -> None:
+        """Set the adapters of the rows of the next forward."""
+
+
 class CausalLM(Protocol):
     """A causal LM of vLLM's with the same attributes as its Llama.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cachecraft_rag.vllm.options import VLLMConfig, VLLMOptions
-from cachecraft_rag.vllm.refusals import Refusal, refusal
+from cachecraft_rag.vllm.refusals import USES_ADAPTER, Refusal, refusal
 from cachecraft_rag.vllm.worker.interfaces import EngineRequest, KVCacheConfig
 
 _OTHER_MODEL = "Choose another model, or serve this one without reuse (`vllm serve`)"
@@ -64,7 +64,7 @@ def request_refusal(request: EngineRequest, *, is_audit: bool = False) -> str:
     if request.mm_features:
         return "its prompt holds images or sound"
     if request.lora_request is not None:
-        return "it uses a LoRA adapter"
+        return USES_ADAPTER
     wants_logprobs = sampling.prompt_logprobs is not None and not is_audit
     if wants_logprobs or request.skip_reading_prefix_cache:
         return "it asks for log-probabilities of the prompt, so vLLM computes all of it"

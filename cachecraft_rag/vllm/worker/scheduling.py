@@ -21,7 +21,7 @@ from cachecraft_rag.serving.new_variants import exact_only
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.store.row_checks import LookupResult, RowBounds
 from cachecraft_rag.types.captures import TokenScores
-from cachecraft_rag.vllm.messages import FIELD, Ask, Fill, FillReport, News
+from cachecraft_rag.vllm.messages import FIELD, Ask, Fill, FillReport, StepResult
 from cachecraft_rag.vllm.records import cached_report, reused_tokens
 from cachecraft_rag.vllm.settings import ConnectorSettings
 from cachecraft_rag.vllm.worker.block_hashes import divide_blocks
@@ -119,7 +119,7 @@ class Scheduling:
         # digests of filled prompts, the latest last
         self._filled: OrderedDict[int, None] = OrderedDict()
         self._capturing: frozenset[str] = frozenset()
-        self._captures_wanted = False  # a request has waited for captures since the last step
+        self._captures_awaited = False  # a request has waited for captures since the last step
         self._reports: dict[str, FillReport] = {}  # `Ask.name` → report to be sent to the front end
         self._row_s: float | None = None  # seconds per computed row of the last fill
 
@@ -204,7 +204,7 @@ class Scheduling:
             known.ask = None
             return 0
         if not self._budget.fits(size, self._capturing):
-            self._captures_wanted = True
+            self._captures_awaited = True
             return None
         known.size = size
         return int(request.num_prompt_tokens) - known.ask.own_tokens - computed
@@ -278,22 +278,22 @@ class Scheduling:
         self._fills = []
         return fills
 
-    def take_wanted(self) -> bool:
+    def take_captures_awaited(self) -> bool:
         """Return True if a request has waited for captures since the last call, which resets this."""
-        wanted = self._captures_wanted
-        self._captures_wanted = False
-        return wanted
+        is_awaited = self._captures_awaited
+        self._captures_awaited = False
+        return is_awaited
 
-    def take_news(self, news: News) -> None:
+    def take_result(self, result: StepResult) -> None:
         """Take the workers' reports and running captures after a step; reports of unknown requests are ignored.
 
         Only the first report of a request is kept and sent to the front end. A request that the workers have refused is
         computed by vLLM from then on. Memory of captures that are stored is free for other fillings.
         """
-        if news.capturing is not None:
-            self._capturing = news.capturing
-            self._budget.stored(news.capturing)
-        for name, report in news.reports.items():
+        if result.capturing is not None:
+            self._capturing = result.capturing
+            self._budget.stored(result.capturing)
+        for name, report in result.reports.items():
             known = self._known.get(name)
             if known is None:
                 continue
@@ -410,7 +410,7 @@ class Scheduling:
                 removed=lookup.removed,
             )
             lacking = FutureCaptures()
-            lacking.expect(ask.prompt, plan, session=ask.session)
+            lacking.expect(ask.prompt, plan, session=ask.session, namespace=ask.namespace)
             known.lacks = lacking.variants
         if not ask.config.reuse:
             return False
@@ -437,7 +437,7 @@ class Scheduling:
                 longest_wait = _WAIT_S if self._row_s is None else 2.0 * rows * self._row_s
                 known.until = time.monotonic() + longest_wait
             known.waited = time.monotonic() < known.until
-            self._captures_wanted |= known.waited and bool(captured)
+            self._captures_awaited |= known.waited and bool(captured)
             return known.waited
         if known.waited:
             known.waited = False
@@ -470,7 +470,7 @@ class Scheduling:
             for segment in segments
         }
         lookup = self._store.find(
-            self._settings.namespace,
+            ask.namespace or self._settings.namespace,
             self._identity.fingerprint,
             list(tokens),
             session=ask.session,
@@ -490,7 +490,7 @@ def _announced(lacking: FutureVariant, ask: Ask, others: Iterable[Pending]) -> b
     return any(
         capture.serves(wanted, ask.config.method.scope)
         for other in others
-        if other.ask is not None
+        if other.ask is not None and other.ask.namespace == ask.namespace
         for capture in _captures(other.ask, other.lacks or ())
     )
 

@@ -104,7 +104,11 @@ class WorkerStack:
         )
 
     def _embedded(self, ids: Tensor) -> Tensor:
-        return self._model.embed_input_ids(ids) * self._embedding_multiplier
+        # embeddings with LoRA take no more rows at once
+        most = int(self._model.vllm_config.scheduler_config.max_num_batched_tokens)
+        parts = [self._model.embed_input_ids(part) for part in torch.split(ids, most)]
+        embedded = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return embedded * self._embedding_multiplier
 
     def embed(self, ids: Tensor) -> Tensor:
         """Return the first layer's input `[streams, rows, hidden]` for token ids, int64 `[rows]` on the stack's device.

@@ -4,19 +4,23 @@ While it runs, `forward` of each attention's implementation is replaced by the r
 call, from compiled code too. The pass gets rotated queries and keys, and writes and attends in its own buffer: vLLM's
 blocks stay as they are.
 
+A pass with captures stores raw keys. vLLM runs all of its rows at position 0, where a rotary embedding changes nothing,
+and the pass rotates queries and keys, as with layers one after the other. Rejected: to rotate keys back, which rounds
+them a second time.
+
 `WorkerStack.layer` still runs layers one after the other where that is needed:
 
-- captures: raw keys are stored, and these layers rotate them
 - passes that wait for a disk or a remote between layers, or that drop rows on the way (early termination "published")
 - passes with more rows than vLLM's max_num_batched_tokens, for which its code is not compiled
-- passes that are expected to take longer than `LONGEST_CALL_S`, because a step cannot stop between their layers
-- all passes, if `check_whole_model` finds a difference
+- passes that are expected to take longer than `LONGEST_CALL_S`, because a step cannot stop between their layers, while
+  vLLM has requests to compute
+- all passes, if `check_whole_model` finds a difference, and those with captures, if `check_raw_keys` finds one
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -27,7 +31,7 @@ from cachecraft_rag.compute.driver import prefill
 from cachecraft_rag.compute.job import PrefillJob
 from cachecraft_rag.compute.kv_buffer import ResidentKV
 from cachecraft_rag.compute.rows import Rows
-from cachecraft_rag.compute.stack import WholeModel, WholePass
+from cachecraft_rag.compute.stack import AttentionSettings, LayerPass, WholeModel, WholePass
 from cachecraft_rag.errors import UnsupportedModelError
 from cachecraft_rag.model.layer_survey import in_order
 from cachecraft_rag.vllm.worker.interfaces import Attention, CausalLM
@@ -58,6 +62,7 @@ class VLLMForward:
         self._model = model
         self._layers = layers
         self.most_rows = int(model.vllm_config.scheduler_config.max_num_batched_tokens)
+        self.gives_raw = False  # until `check_raw_keys` has found no difference
 
     def run(self, ids: Tensor, positions: Tensor, whole_pass: WholePass, layers: int) -> None:
         """Run rows through the first layers, see `compute.stack.WholeModel`.
@@ -65,19 +70,42 @@ class VLLMForward:
         With several ranks, all of them have to call it. After an error of the pass, layers continue with zeros, because
         other ranks wait for their sums.
         """
+
+        def attend(index: int, states: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+            layer = self._layers[index]
+            q, k, v = _heads_of(layer, states)
+            whole_pass.write_rotated(index, q, k, v, layer.settings)
+            if index < layers - 1:
+                whole_pass.attend_rotated(index, q, layer.settings, output.view(q.shape))
+
+        self._run(ids, positions, attend, layers)
+
+    def run_raw(self, ids: Tensor, layer_pass: LayerPass, layers: int) -> None:
+        """Run rows at position 0 through the first layers, see `compute.stack.WholeModel` and `run`."""
+
+        def attend(index: int, states: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+            layer = self._layers[index]
+            result = layer_pass.attend(index, *_heads_of(layer, states), layer.settings)
+            output.copy_(result.reshape(output.shape))
+
+        self._run(ids, torch.zeros_like(ids), attend, layers)
+
+    def _run(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        attend: Callable[[int, tuple[Tensor, Tensor, Tensor], Tensor], None],
+        layers: int,
+    ) -> None:
         from vllm.forward_context import set_forward_context
 
         raised: list[Exception] = []
 
-        def attend(index: int, query: Tensor, key: Tensor, value: Tensor, output: Tensor) -> None:
+        def attended(index: int, query: Tensor, key: Tensor, value: Tensor, output: Tensor) -> None:
             is_last = index == layers - 1
             try:
                 if not raised:
-                    attended = _attended(
-                        self._layers[index], index, (query, key, value), whole_pass, is_last=is_last
-                    )
-                    if attended is not None:
-                        output.copy_(attended.view_as(output))
+                    attend(index, (query, key, value), output)
             except Exception as error:  # noqa: BLE001  # any: raised below, after the sums of all ranks
                 raised.append(error)
             if is_last:
@@ -87,7 +115,7 @@ class VLLMForward:
 
         try:
             with (
-                _attention_of_pass(self._layers, attend),
+                _attention_of_pass(self._layers, attended),
                 # without metadata vLLM's own attention computes nothing, and without slots it writes nothing
                 set_forward_context(None, self._model.vllm_config, slot_mapping={}),
             ):
@@ -99,20 +127,13 @@ class VLLMForward:
             raise raised[0]
 
 
-def _attended(
-    layer: WorkerLayer,
-    index: int,
-    states: tuple[Tensor, Tensor, Tensor],
-    whole_pass: WholePass,
-    *,
-    is_last: bool,
-) -> Tensor | None:
-    """Write the rows of one layer, and attend unless it is the last one; the result is in the order of the queries."""
+def _heads_of(
+    layer: WorkerLayer, states: tuple[Tensor, Tensor, Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return queries, keys and values `[rows, heads, head_dim]`, the first two in the order of all models."""
     width = layer.attention.head_size
     q, k, v = (part.reshape(part.shape[0], -1, width) for part in states)
-    q = in_order(q, layer.order)
-    whole_pass.write_rotated(index, q, in_order(k, layer.order), v, layer.settings)
-    return None if is_last else whole_pass.attend_rotated(index, q, layer.settings)
+    return in_order(q, layer.order), in_order(k, layer.order), v
 
 
 @contextmanager
@@ -161,16 +182,85 @@ def check_whole_model(stack: WorkerStack, model: WholeModel) -> str:
     rows = torch.from_numpy(job.rows.open()).to(stack.device)
     is_stale = torch.ones(_BOUNDS[-1], dtype=torch.bool, device=stack.device)
     is_stale[rows] = False
+    pairs = [(expected[:, :, tokens], computed[:, :, tokens]) for tokens in (~is_stale, is_stale)]
+    return _difference(stack, pairs, "its keys and values")
+
+
+@torch.inference_mode()
+def check_raw_keys(stack: WorkerStack, model: WholeModel, *, last: int) -> str:
+    """Compute and capture a small prompt with and without the model's own forward; otherwise as `check_whole_model`.
+
+    Also returns a reason if something other than the rotary embedding depends on positions, which are all 0 there;
+    `last` is the model's last position.
+    """
+    reason = _dependence_on_positions(stack, last)
+    reasons = stack.ranks.agree(frozenset((reason,) if reason else ()))
+    if reasons:
+        return min(reasons)
+    job = PrefillJob(range(_BOUNDS[-1]), Rows.of(_BOUNDS, new=range(_BOUNDS[-1])), captures=[1])
+    expected = prefill(stack, job)
+    stack.whole_model = model
+    model.gives_raw = True
+    try:
+        computed = prefill(stack, job)
+    finally:
+        stack.whole_model = None
+        model.gives_raw = False
+    pairs = [(expected.buffer.kv, computed.buffer.kv)]
+    captures = (expected.recorder.captures, computed.recorder.captures)
+    pairs += [(one.kv, other.kv) for one, other in zip(*captures, strict=True)]
+    return _difference(stack, pairs, "the keys and values of captures")
+
+
+class _Stop(Exception):  # ends a layer at its attention; nothing failed
+    """Ends a layer that was run for its queries and keys only."""
+
+
+def _dependence_on_positions(stack: WorkerStack, last: int) -> str:
+    """Return why raw queries and keys differ between position 0 and the last one; "" if they do not."""
+    positions = torch.tensor([last, last], device=stack.device)
+    start = torch.zeros_like(positions)
+    for kind in sorted(set(stack.rotary_kinds)):
+        cos, sin = stack.rope(start, kind)
+        if not (torch.all(cos == 1.0) and torch.all(sin == 0.0)):
+            return "its rotary embedding changes keys at position 0"
+    depends = False
+    for layer in range(stack.layout.layers):  # all of them, as on the other ranks
+        pairs = zip(_seen(stack, layer, start), _seen(stack, layer, positions), strict=True)
+        depends |= not all(torch.equal(*pair) for pair in pairs)
+    return "its queries or keys depend on positions besides the rotary embedding" if depends else ""
+
+
+def _seen(stack: WorkerStack, layer: int, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the raw queries and keys of a layer for some tokens at these positions."""
+    seen: list[tuple[Tensor, Tensor]] = []
+
+    class Watching:
+        def attend(
+            self, layer: int, q: Tensor, k: Tensor, v: Tensor, settings: AttentionSettings
+        ) -> Tensor:
+            seen.append((q.clone(), k.clone()))
+            raise _Stop
+
+    hidden = stack.embed(torch.arange(len(positions), device=positions.device))
+    # the layer goes on with zeros, because other ranks wait for its sums
+    with suppress(_Stop):
+        stack.layer(layer, hidden, positions=positions, layer_pass=Watching())
+    return seen[0]
+
+
+def _difference(stack: WorkerStack, pairs: Sequence[tuple[Tensor, Tensor]], what: str) -> str:
+    """Say how tensors `[layers, 2, tokens, kv_heads, head_dim]` differ from the expected ones; "" if they agree."""
     largest = 0.0
-    for tokens in (~is_stale, is_stale):
-        wanted = expected[:, :, tokens].float().flatten(2)
-        difference = computed[:, :, tokens].float().flatten(2) - wanted
+    for expected, computed in pairs:
+        wanted = expected.float().flatten(2)
+        difference = computed.float().flatten(2) - wanted
         relative = difference.norm(dim=-1) / wanted.norm(dim=-1).clamp(min=1e-6)
         # NaN is not larger than anything, and must not pass
         largest = max(largest, float(torch.nan_to_num(relative, nan=float("inf")).max()))
     if largest <= _TOLERANCE[stack.layout.dtype]:
         return ""
-    return f"its keys and values differ by up to {largest:.2g} of their size"
+    return f"{what} differ by up to {largest:.2g} of their size"
 
 
 def _job_of_check(stack: WorkerStack) -> PrefillJob:

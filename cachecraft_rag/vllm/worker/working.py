@@ -30,21 +30,21 @@ from cachecraft_rag.kernels.gpu.streams import sent
 from cachecraft_rag.planning.planner import exact_shares
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.store.loading.loader import Loader
-from cachecraft_rag.vllm.messages import Fill, FillReport, News
+from cachecraft_rag.vllm.messages import Fill, FillReport, StepResult
 from cachecraft_rag.vllm.settings import ConnectorSettings
 from cachecraft_rag.vllm.worker.fill_memory import UNLIMITED, FillMemory
 from cachecraft_rag.vllm.worker.filling import Filling
 from cachecraft_rag.vllm.worker.ranks import AnotherRankFailedError, RanksApartError, TensorParallel
 from cachecraft_rag.vllm.worker.stack import WorkerStack
-from cachecraft_rag.vllm.worker.whole_model import check_whole_model
+from cachecraft_rag.vllm.worker.whole_model import check_raw_keys, check_whole_model
 
 logger = logging.getLogger("cachecraft_rag.vllm")
 
 # Time per step after which filling stops. At least one layer of a group of passes is computed, or all layers in one
-# call that is expected to take at most `LONGEST_CALL_S`. A step costs vLLM some milliseconds, and a request that
-# arrives during a step waits for its end.
+# call. That is expected to take at most `LONGEST_CALL_S`, unless vLLM has nothing to compute: as many rows of its own
+# prefill take as long in one step. A step costs vLLM some milliseconds, and a request that arrives waits for its end.
 _SLICE_S = 0.05  # while vLLM's own requests wait for the step
-_SLICE_ALONE_S = 0.25  # while vLLM has nothing to compute
+_LONG_SLICE_S = 0.25  # while vLLM has nothing to compute
 # while requests run, the thread that describes captures pauses this many times as long as it worked
 _RESTS = 4
 
@@ -107,6 +107,9 @@ class Workers:
         self._block_size = block_size
         self._unchecked = whole_model
         self._layer_by_layer = ""  # reason why passes do not run at once
+        self._captures_layer_by_layer = ""  # reason why those with captures do not
+        self._last_position = settings.identity.context_length - 1
+        self._longest_call_s = LONGEST_CALL_S  # of this step
         self._ranks = stack.ranks
         self.first_rank = stack.ranks.rank == 0
         self._speed = ComputeSpeed(stack.keys_per_row)
@@ -114,8 +117,8 @@ class Workers:
         self._lock = threading.Lock()
         self._turnstile = threading.Lock()
         self._describing = ThreadPoolExecutor(1, thread_name_prefix="cachecraft-captures")
-        self._hurry = threading.Event()  # set: captures are described without pauses
-        self._hurry.set()
+        self._describe_at_once = threading.Event()  # set: captures are described without pauses
+        self._describe_at_once.set()
         self._write_back = WriteBackQueue(
             store,
             namespace=settings.namespace,
@@ -135,36 +138,36 @@ class Workers:
     def step(
         self,
         fills: Iterable[Fill],
-        gone: Iterable[str],
+        ended: Iterable[str],
         *,
         rows: int,
-        alone: bool = False,
+        vllm_is_free: bool = False,
         idle: bool = True,
-        wanted: bool = False,
+        captures_awaited: bool = False,
     ) -> None:
-        """Begin new fillings, drop those in `gone`, and compute up to `rows` rows through all layers.
+        """Begin new fillings, drop those in `ended`, and compute up to `rows` rows through all layers.
 
-        A single rank stops earlier after 0.05 seconds, or after 0.25 seconds if `alone` and not `idle`; several ranks
-        ignore the clock. At least one layer is computed if a filling is ready. Finished fillings are written into
-        vLLM's blocks, and their captures are described in the background.
+        A single rank stops earlier after 0.05 seconds, or after 0.25 seconds if `vllm_is_free` and not `idle`; several
+        ranks ignore the clock. At least one layer is computed if a filling is ready, or all layers in one call.
+        Finished fillings are written into vLLM's blocks, and their captures are described in the background.
 
         An exception is logged, and vLLM computes the prompts that it concerns, see `failed_blocks`. With several ranks,
         a step that fails as a whole ends filling: vLLM computes all prompts from then on.
 
         Args:
             fills: fillings to begin.
-            gone: ids of requests that have ended or are given up; unknown ones are ignored.
+            ended: ids of requests that have ended or are given up; unknown ones are ignored.
             rows: most rows to compute, counted through all layers; the last layer may exceed it.
-            alone: True if vLLM computes nothing in this step.
+            vllm_is_free: True if vLLM computes nothing in this step.
             idle: True if no requests are running, so that new variants may be computed.
-            wanted: True if a request waits for captures, which are then described without pauses.
+            captures_awaited: True if a request waits for captures, which are then described without pauses.
         """
         new = {fill.request_id: fill for fill in fills}
+        has_time = vllm_is_free and not idle
+        self._longest_call_s = math.inf if has_time else LONGEST_CALL_S
         if not self._broken:
             try:
-                self._step(
-                    new, gone, rows, _SLICE_ALONE_S if alone and not idle else _SLICE_S, idle
-                )
+                self._step(new, ended, rows, _LONG_SLICE_S if has_time else _SLICE_S, idle)
             # Whatever it is: inside vLLM it would end the server. No single request caused it, so all are left to vLLM.
             except Exception as error:
                 logger.exception("A step has failed")
@@ -174,16 +177,17 @@ class Workers:
                 self._leave_all(new, self._broken or f"a step has failed: {error!r}")
         else:
             self._leave_all(new, self._broken)
-        free = idle or (alone and not self._fillings)
-        if free or wanted or self._storing or self._write_back.crowded:
-            self._hurry.set()
+        # a filled request waits for its first token
+        free = idle or (vllm_is_free and not self._fillings and not self._done)
+        if free or captures_awaited or self._storing or self._write_back.crowded:
+            self._describe_at_once.set()
         else:
-            self._hurry.clear()
+            self._describe_at_once.clear()
 
     def _step(
-        self, new: Mapping[str, Fill], gone: Iterable[str], rows: int, slice_s: float, idle: bool
+        self, new: Mapping[str, Fill], ended: Iterable[str], rows: int, slice_s: float, idle: bool
     ) -> None:
-        for name in gone:
+        for name in ended:
             self._drop(name)
         if new:
             self._check_whole_model()
@@ -207,16 +211,43 @@ class Workers:
             if self._ranks.size == 1 and time.perf_counter() > deadline:
                 return
 
+    @property
+    def is_filling(self) -> bool:
+        """True while blocks of a request are being filled."""
+        return bool(self._fillings)
+
     def _check_whole_model(self) -> None:
-        """Use the model's own forward if its first pass is right on all ranks; otherwise log why it is not used."""
+        """Use the model's own forward if its first passes are right on all ranks; otherwise log why it is not used."""
         model = self._unchecked
         if model is None:
             return
         self._unchecked = None
-        self._ranks.act(0)
+        reason = self._checked(0, lambda: check_whole_model(self._stack, model))
+        if reason:
+            self._layer_by_layer = (
+                "prompts are filled layer by layer, which takes longer on a GPU, because vLLM's own forward cannot "
+                f"compute passes: {reason}; please report it"
+            )
+            logger.warning("%s", self._layer_by_layer)
+            return
+        reason = self._checked(
+            2, lambda: check_raw_keys(self._stack, model, last=self._last_position)
+        )
+        self._stack.whole_model = model
+        model.gives_raw = not reason
+        if reason:
+            self._captures_layer_by_layer = (
+                "prompts with new chunks are filled layer by layer, which takes longer, because vLLM's own forward "
+                f"cannot compute raw keys: {reason}"
+            )
+            logger.warning("%s", self._captures_layer_by_layer)
+
+    def _checked(self, act: int, check: Callable[[], str]) -> str:
+        """Return a reason against the model's own forward that a check finds on any rank, or "", in two acts."""
+        self._ranks.act(act)
         try:
             with self._turn():
-                reason = check_whole_model(self._stack, model)
+                reason = check()
         except RanksApartError:
             raise
         except AnotherRankFailedError:
@@ -225,16 +256,8 @@ class Workers:
         except Exception as error:
             logger.exception("vLLM's own forward failed over the rows of a pass")
             reason = f"it raised {error!r}"
-        self._ranks.act(1)
-        reasons = self._ranks.agree(frozenset((reason,) if reason else ()))
-        if not reasons:
-            self._stack.whole_model = model
-            return
-        self._layer_by_layer = (
-            "prompts are filled layer by layer, which takes longer on a GPU, because vLLM's own forward cannot compute "
-            f"passes: {min(reasons)}; please report it"
-        )
-        logger.warning("%s", self._layer_by_layer)
+        self._ranks.act(act + 1)
+        return min(self._ranks.agree(frozenset((reason,) if reason else ())), default="")
 
     def finished(self) -> set[str]:
         """Return the ids of requests that wait for nothing here any more; each is returned once.
@@ -252,7 +275,7 @@ class Workers:
         self._failed_blocks = set()
         return failed
 
-    def news(self) -> News | None:
+    def take_result(self) -> StepResult | None:
         """Return the reports since the last call, and all segments that are being captured now; None without change."""
         capturing = self._write_back.pending()
         reports = self._reports
@@ -260,13 +283,13 @@ class Workers:
         if not reports and capturing == self._last_capturing:
             return None
         self._last_capturing = capturing
-        return News(reports, capturing)
+        return StepResult(reports, capturing)
 
     def close(self) -> None:
         """Give up unfinished fillings, and finish the captures, waiting without limit. The store stays open."""
         for name in list(self._fillings):
             self._drop(name)
-        self._hurry.set()
+        self._describe_at_once.set()
         self._write_back.close()
         self._describing.shutdown()
 
@@ -287,7 +310,7 @@ class Workers:
             began = time.perf_counter()
             yield
             spent = time.perf_counter() - began
-        self._hurry.wait(_RESTS * spent)
+        self._describe_at_once.wait(_RESTS * spent)
 
     def _describe(self, steps: Work[object], ended: Ended) -> None:
         """Describe a capture in a thread that alternates with the steps."""
@@ -345,8 +368,8 @@ class Workers:
         if (filling := self._fillings.pop(name, None)) is not None:
             self._give_up(filling)
         self._storing.pop(name, None)  # this rank may have finished it
-        first = fill.first // self._block_size
-        self._failed_blocks.update(fill.blocks[first : fill.last // self._block_size + 1])
+        first_block = fill.start // self._block_size
+        self._failed_blocks.update(fill.blocks[first_block : fill.stop // self._block_size + 1])
         self._reports[name] = {"refused": reason}
         self._done.add(name)
 
@@ -377,6 +400,7 @@ class Workers:
             loader=self._loader,
             speed=self._speed,
             whole=self._ranks.size > 1,
+            longest_call_s=lambda: self._longest_call_s,
         )
 
     def _take(self, filling: Filling, act: Callable[[], object]) -> None:
@@ -409,7 +433,7 @@ class Workers:
             joint_rows = rows + len(row_pass.positions)
             joint_s = expected_s + (row_pass.at_once.expected_s if row_pass.at_once else 0.0)
             # several ranks must form the same groups, so they ignore the clock
-            is_too_long = self._ranks.size == 1 and joint_s > LONGEST_CALL_S
+            is_too_long = self._ranks.size == 1 and joint_s > self._longest_call_s
             if first is None:
                 first = row_pass
             elif (
@@ -451,12 +475,11 @@ class Workers:
     def _finish(self, filling: Filling) -> None:
         fill = filling.fill
         result = filling.end()
-        positions = torch.arange(fill.first, fill.last, device=self._stack.device)
-        blocks = sent(np.array(fill.blocks), self._stack.device)
-        slots = (
-            blocks[positions // self._block_size] * self._block_size + positions % self._block_size
-        )
-        self._stack.write_blocks(result.buffer.kv, slots, fill.first)
+        positions = np.arange(fill.start, fill.stop)
+        blocks = np.array(fill.blocks, np.int64)
+        slots = blocks[positions // self._block_size] * self._block_size
+        slots += positions % self._block_size
+        self._stack.write_blocks(result.buffer.kv, sent(slots, self._stack.device), fill.start)
         captured = self._capture(filling, result)
         if self.first_rank and not fill.again and not fill.ask.idle:
             for planned in filling.plan.segments:
@@ -467,8 +490,9 @@ class Workers:
                         tokens=planned.variant.tokens,
                     )
         report = filling.report()
-        if self._layer_by_layer:
-            report["layer_by_layer"] = self._layer_by_layer
+        reason = self._layer_by_layer or (captured and self._captures_layer_by_layer)
+        if reason:
+            report["layer_by_layer"] = reason
         self._reports[fill.request_id] = report
         del self._fillings[fill.request_id]
         if fill.ask.when_stored:
@@ -499,7 +523,7 @@ class Workers:
         extra_variants = {
             capture.segment
             for capture in recorder.captures
-            if ask.idle and capture.segment not in ask.first
+            if ask.idle and capture.segment not in ask.never_stored
         }
         context = CaptureContext(
             segments,
@@ -509,6 +533,7 @@ class Workers:
             primed=ask.primed,
             extra_variants=extra_variants,
             reused=[planned.variant for planned in filling.plan.segments],
+            namespace=ask.namespace,
         )
         self._write_back.submit(recorder, keys, context)
         return frozenset(segments[capture.segment].segment_id for capture in recorder.captures)

@@ -16,9 +16,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextvars import Context, copy_context
-from dataclasses import dataclass, field
-from enum import IntEnum
+from contextvars import copy_context
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar, TypeVarTuple
@@ -27,92 +25,20 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from cachecraft_rag.compute.captures.write_back import Ended
 from cachecraft_rag.compute.decode import DecodeStep
-from cachecraft_rag.compute.driver import AnyStep, Call, Until, Work
-from cachecraft_rag.compute.overlapped import Forward, Wait
-from cachecraft_rag.compute.row_pass import RowPass
+from cachecraft_rag.compute.driver import Until, Work
+from cachecraft_rag.compute.overlapped import Wait
 from cachecraft_rag.compute.timing import Timer, untimed
 from cachecraft_rag.model.decoder import Decoder
-from cachecraft_rag.serving.joint_rows import JointRows
-from cachecraft_rag.serving.scheduling import WaitingPass, next_group, pays_to_join
-from cachecraft_rag.store.loading.pending import PendingLoads
+from cachecraft_rag.serving.loop.joint_rows import JointRows
+from cachecraft_rag.serving.loop.ready_steps import Computed, ReadySteps, outcome
+from cachecraft_rag.serving.loop.task import Handle, LoopTask, Priority
 
 logger = logging.getLogger("cachecraft_rag")
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
 _PREFILL_SHARE = 8.0  # prefill-to-decode time ratio while answers stream
-_PAUSE_S = 1.0  # a reader who takes longer over one piece does not stop work in idle time
-
-
-class Priority(IntEnum):
-    """Priority of work in the loop.
-
-    ANSWER  in every turn: decode steps as one forward, prefills in the order of asking
-    JOB     one step in each turn: captures and priming
-    IDLE    while no answer is under way and no job waits
-    """
-
-    ANSWER = 0
-    JOB = 1
-    IDLE = 2
-
-
-class Handle:
-    """A claim on the result of some work; the work ends early once this is closed or garbage-collected."""
-
-    __slots__ = ("__weakref__", "closed")
-
-    def __init__(self) -> None:
-        self.closed = False
-
-
-@dataclass(eq=False)
-class LoopTask:
-    """Work in the loop.
-
-    make      makes the generator of its steps, in the loop; if it raises, the work ends with that error
-    ended     called in the loop with the result and the error; both are None if the task was given up. What it raises
-              is logged
-    handle    a claim on the result; None: the task cannot be given up
-    context   context variables of the caller
-    step      the step that it is at
-    since     time of `time.perf_counter`, in seconds, at which it arrived at that step
-    loads     chunk-caches that its prefill loads
-    load_s    seconds that it waited for them
-    joined    its pass that runs together with the pass of the first prefill
-    closed    whether it is to end early
-    """
-
-    make: Callable[[LoopTask], Work[object]]
-    ended: Ended
-    priority: Priority
-    handle: weakref.ref[Handle] | None = None
-    context: Context = field(default_factory=copy_context)
-    steps: Work[object] = field(init=False)
-    step: AnyStep | None = None
-    since: float = 0.0
-    loads: PendingLoads | None = None
-    load_s: float = 0.0
-    joined: RowPass | None = None
-    closed: bool = False
-
-    @property
-    def given_up(self) -> bool:
-        """True once the result is not wanted any more: the task was closed, or its handle is closed or gone."""
-        if self.closed:
-            return True
-        if self.handle is None:
-            return False
-        handle = self.handle()
-        return handle is None or handle.closed
-
-    @property
-    def paused_at(self) -> float:
-        """Time of `time.perf_counter`, in seconds, since when it waits for its reader; infinite if it does not."""
-        is_paused = isinstance(self.step, Until) and self.step.for_reader
-        return self.since if is_paused else math.inf
 
 
 class StepLoop:
@@ -130,10 +56,10 @@ class StepLoop:
         self.joint = joint
         self.timer: Timer = untimed
         self._decoder = decoder
-        self._layers = decoder.layout.layers
         # its `put` is reentrant
         self._inbox: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self._tasks: list[LoopTask] = []  # in the order of asking
+        self._ready = ReadySteps(self._tasks, joint, layers=decoder.layout.layers)
         self._watchers: dict[threading.Event, Callable[[], bool]] = {}
 
         self._guard = threading.RLock()  # guards the two attributes that follow
@@ -242,24 +168,7 @@ class StepLoop:
 
         False if none of them is before a layer. For the loop's thread only.
         """
-        passes = [
-            (task.step.row_pass, task.joined)
-            for task in self._prefilling()
-            if isinstance(task.step, Forward)
-        ]
-        joined_layers = [row_pass.layer for row_pass, joined in passes if row_pass is joined]
-        first_layer = [row_pass.layer for row_pass, _ in passes[:1]]
-        layers = joined_layers or first_layer
-        if not layers:
-            return False
-        return pays_to_join(
-            0,
-            self.joint.speed.rows(rows),
-            at=max(layers),
-            others=len(layers),
-            layers=self._layers,
-            fixed_rows=self.joint.fixed_rows,
-        )
+        return self._ready.would_join(rows)
 
     def close(self) -> None:
         """Finish the jobs and end the thread; while answers are read it lives on, and is not waited for.
@@ -340,8 +249,8 @@ class StepLoop:
         self._resume_all()
 
         began = time.perf_counter()
-        worked = self._decode()
-        worked |= self._work_on_a_job()
+        worked = self._resume_with(self._ready.decode())
+        worked |= self._resume_with(self._ready.work_on_a_job())
         prefill_until = math.inf
         if worked:
             spent = time.perf_counter() - began
@@ -379,10 +288,9 @@ class StepLoop:
         for task in self._tasks:
             if isinstance(task.step, Wait | Until) and task.step.timeout_s is not None:
                 wakes.append(task.since + task.step.timeout_s)
-        if self.under_way(Priority.IDLE) and not self._is_idle():
-            pauses = [task.paused_at + _PAUSE_S for task in self._tasks]
+        if self.under_way(Priority.IDLE) and not self._ready.is_idle():
             # Pauses that are over do not wake it: it waits for those of the other answers.
-            wakes += [at for at in pauses if at >= now]
+            wakes.append(self._ready.next_end_of_a_pause(now))
         return max(0.0, min(wakes) - now)
 
     def _begin(self, task: LoopTask) -> None:
@@ -414,6 +322,12 @@ class StepLoop:
             elif isinstance(task.step, Future):
                 task.step.add_done_callback(lambda _: self.wake())
 
+    def _resume_with(self, computed: Sequence[Computed]) -> bool:
+        """Resume these tasks; return False if there are none."""
+        for task, result, error in computed:
+            self._resume(task, result, error)
+        return bool(computed)
+
     def _end(self, task: LoopTask, result: object, error: BaseException | None) -> None:
         self._tasks.remove(task)
         task.step = None
@@ -442,7 +356,7 @@ class StepLoop:
         step = task.step
         if isinstance(step, Future):  # its result may hold files: only the task itself releases it
             if step.done():
-                result, error = _outcome(step.result)
+                result, error = outcome(step.result)
                 self._resume(task, result, error)
             return step.done()
 
@@ -462,55 +376,11 @@ class StepLoop:
                 return True
         return False
 
-    # -- computing ----------------------------------------------------------------------------------------------------
-
-    def _decode(self) -> bool:
-        """Compute the decode steps that have waited longest, as one forward."""
-        waiting = [task for task in self._tasks if isinstance(task.step, DecodeStep)]
-        waiting.sort(key=lambda task: task.since)
-        chosen = waiting[: self.joint.most]
-        steps = [task.step for task in chosen]
-        for task, result in zip(chosen, self.joint.decode(steps), strict=False):  # type: ignore[arg-type]
-            if isinstance(result, Exception):
-                self._resume(task, None, result)
-            else:
-                self._resume(task, result)
-        return bool(chosen)
-
-    def _work_on_a_job(self) -> bool:
-        """Compute one step of the first job, or of work in idle time."""
-        jobs = [task for task in self._tasks if task.priority is Priority.JOB]
-        if not jobs and self._is_idle():
-            jobs = [task for task in self._tasks if task.priority is Priority.IDLE]
-        for task in jobs:
-            if isinstance(task.step, Forward):
-                self._advance([task])
-                return True
-            if isinstance(task.step, Call):
-                self._call(task)
-                return True
-        return False
-
-    def _is_idle(self) -> bool:
-        """Return whether no answer is computed, and no reader is about to ask for the next piece."""
-        now = time.perf_counter()
-        return all(
-            now > task.paused_at + _PAUSE_S
-            for task in self._tasks
-            if task.priority is Priority.ANSWER
-        )
-
     def _prefill(self, until: float) -> bool:
         """Run layers of prefills up to a time, and resume others meanwhile; returns whether there were any."""
         worked = False
-        while ready := self._prefilling():
+        while self._resume_with(self._ready.prefill()):
             worked = True
-            if isinstance(ready[0].step, Call):
-                self._call(ready[0])
-            else:
-                self._advance(
-                    self._group([task for task in ready if isinstance(task.step, Forward)])
-                )
             if time.perf_counter() >= until:
                 break
 
@@ -523,61 +393,6 @@ class StepLoop:
             ):
                 break  # an answer has begun: it takes its turns
         return worked
-
-    def _prefilling(self) -> list[LoopTask]:
-        """Return the answers whose prompt can be computed further now."""
-        return [
-            task
-            for task in self._tasks
-            if task.priority is Priority.ANSWER and isinstance(task.step, Forward | Call)
-        ]
-
-    def _group(self, tasks: list[LoopTask]) -> list[LoopTask]:
-        """Choose the prefills whose next layer is computed now; they are all before the same layer."""
-        passes = [task.step.row_pass for task in tasks if isinstance(task.step, Forward)]
-        if len(tasks) == 1:
-            tasks[0].joined = passes[0]
-            return tasks
-
-        waiting = [
-            WaitingPass(
-                row_pass.layer,
-                self.joint.speed.rows(row_pass.positions),
-                joined=task.joined is row_pass,
-            )
-            for task, row_pass in zip(tasks, passes, strict=True)
-        ]
-        chosen, joined = next_group(waiting, layers=self._layers, fixed_rows=self.joint.fixed_rows)
-        for number, task in enumerate(tasks):
-            task.joined = passes[number] if number in joined else None
-        return [tasks[number] for number in chosen]
-
-    def _advance(self, tasks: Sequence[LoopTask]) -> None:
-        """Run the next layer of these; time that passes before and for others counts towards no task's speed."""
-        passes = [task.step.row_pass for task in tasks if isinstance(task.step, Forward)]
-        counts = [len(row_pass.positions) for row_pass in passes]
-        began = time.perf_counter()
-        errors = self.joint.advance(passes)
-        spent = time.perf_counter() - began
-        for task, rows, error in zip(tasks, counts, errors, strict=True):
-            if task.loads is not None:
-                waited_s = began - task.since
-                share_of_others = 1.0 - rows / sum(counts)
-                task.loads.waited_s += waited_s + spent * share_of_others
-            self._resume(task, True, error)
-
-    def _call(self, task: LoopTask) -> None:
-        assert isinstance(task.step, Call)
-        result, error = _outcome(partial(task.context.run, task.step.function))
-        self._resume(task, result, error)
-
-
-def _outcome(function: Callable[[], T]) -> tuple[T | None, BaseException | None]:
-    """Return a function's result and None, or None and its error."""
-    try:
-        return function(), None
-    except BaseException as error:  # noqa: BLE001  # of one task alone
-        return None, error
 
 
 def _fulfil(done: Future[T], function: Callable[[], T]) -> None:

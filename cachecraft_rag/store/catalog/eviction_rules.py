@@ -1,0 +1,29 @@
+"""Eviction rules: chunk-caches that leave the store whatever their score, for example because of their age.
+
+A rule is a function of a row and the present time, both times in seconds since 1970::
+
+    def unused_for_a_week(row: Listed, now: float) -> bool:
+        return now - row.last_used > 7 * 86_400.0
+
+    ChunkCacheStore.open("chunk-caches/", rules=[unused_for_a_week])
+
+The store applies its rules to every row when it is opened, and then at most every `SECONDS_BETWEEN_RUNS`, in the
+background, when it writes captures or uses. A chunk-cache that a rule evicts leaves the disk and this process's memory,
+and counts as `EvictionReason.RULE`; copies on a remote stay. To make a rule a setting, add a field and its check to
+`StoreConfig`, and the rule to those that `ChunkCacheStore.open` is given.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from cachecraft_rag.store.catalog_records import Listed
+
+SECONDS_BETWEEN_RUNS = 60.0  # a run reads every row of the catalog
+
+
+class EvictionRule(Protocol):
+    """Decision about one chunk-cache, by its age, its last use or anything else that its row says."""
+
+    def __call__(self, row: Listed, now: float, /) -> bool:
+        """Return True if this chunk-cache has to leave now."""
