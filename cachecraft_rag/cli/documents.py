@@ -28,7 +28,10 @@ app = typer.Typer(
 
 @contextmanager
 def opened(store: Path) -> Iterator[FaissStore]:
-    """Open the retrieval index of a store folder for the block. No model is loaded and nothing is created."""
+    """Open the retrieval index of a store folder for the block. No model is loaded.
+
+    Nothing is created: IndexStoreError if the store has no index.
+    """
     require_index(store)
     from cachecraft_rag.retrievers.index.faiss_store import FaissStore
     from cachecraft_rag.retrievers.retriever import INDEX_FOLDER

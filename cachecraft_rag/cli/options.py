@@ -257,6 +257,7 @@ def where_of(conditions: list[str] | None) -> Callable[[Metadata], bool] | None:
 
     Conditions on one name are alternatives, those on different names must all hold; a chunk without the name does not
     match. Values are compared as text, capital and small letters as different ones, and `*` stands for any text.
+    ConfigError for a condition that is not NAME=VALUE.
 
     >>> allowed = where_of(["source=docs/*", "page=2", "page=3"])
     >>> allowed({"source": "docs/a.pdf", "page": 3}), allowed({"source": "docs/a.pdf", "page": 1}), allowed({})

@@ -94,10 +94,10 @@ class ServerOptions:
         check_whole("--tensor-parallel-size", self.tensor_parallel_size, least=1)
 
     def admin_keys(self, arguments: Sequence[str]) -> tuple[str, ...] | None:
-        """Return the keys of administrators, see `EndpointSettings`.
+        """Return the keys of administrators. None: every client is one; (): no client is.
 
-        Without a file every client of this computer's own server is one. A header that a proxy sets says that others
-        reach it. `arguments` are vLLM's, which may name another host.
+        Without a file the first if only this computer reaches the server, else the second. A header that a proxy sets
+        says that others reach it. `arguments` are vLLM's, which may name another host.
         """
         if self.admin_key_file is not None:
             return tuple(keys_in(self.admin_key_file))

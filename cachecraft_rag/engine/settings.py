@@ -224,7 +224,7 @@ def size_of(text: str) -> int:
     """Return the bytes of a size with a unit, rounded down.
 
     Units are k, M, G and T (powers of 1,000) and Ki, Mi, Gi and Ti (powers of 1,024), in any case and with or without
-    "B"; without a unit, bytes.
+    "B"; without a unit, bytes. ConfigError for any other text, also for a negative number.
 
     >>> size_of("50 GB"), size_of("1.5 MiB"), size_of("100")
     (50000000000, 1572864, 100)
@@ -270,7 +270,10 @@ def _check(config: Callable[..., object], name: str, value: object) -> None:
 
 @cache
 def known_settings() -> dict[str, KnownKey]:
-    """Return every key → its `KnownKey`, in the order of the dataclasses; one dict for all callers."""
+    """Return every key of a settings file → its `KnownKey`: `model`, or with its table `reuse.recompute_ratio`.
+
+    In the order of the dataclasses; one dict for all callers.
+    """
     known = {}
     left_out = {
         EngineConfig: {"reuse", "store", "tuning"},

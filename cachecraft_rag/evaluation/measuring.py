@@ -127,7 +127,8 @@ class Trial:
 def trials_of(methods: Sequence[Method], ratios: Sequence[float | None]) -> tuple[Trial, ...]:
     """Return each method at each ratio, or once if it takes no ratio. The ratio None is the engine's own choice.
 
-    The methods are in the given order; the ratios of each are ascending, each once, and None is the first.
+    The methods are in the given order; the ratios of each are ascending, each once, and None is the first. ConfigError
+    for a ratio outside of (0, 1], for no ratio if a method takes one, and for None if such a method has to be prepared.
     """
     numbers = {ratio for ratio in ratios if ratio is not None}
     if any(not 0 < ratio <= 1 for ratio in numbers):

@@ -173,7 +173,8 @@ class CacheCraftLLM(FunctionCallingLLM):
     ) -> Generation:
         """Return the engine's answer, without LlamaIndex's events; the model starts with the first piece.
 
-        The prompt is checked now. If LlamaIndex makes a response in this task, the answer is noted for its metadata.
+        The prompt is checked now, and unknown options, a single text as `documents` and another number of ids than of
+        documents are refused. If LlamaIndex makes a response in this task, the answer is noted for its metadata.
 
         Args:
             question: the text to answer.

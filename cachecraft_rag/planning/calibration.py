@@ -100,7 +100,8 @@ def _settings(method: Calibration | ReuseMethod, nearest_share: float) -> tuple[
 def save_calibration(store: Path, fingerprint: str, calibration: Calibration) -> None:
     """Save the calibration of a model below a store's folder, in place of an earlier one; those of other models stay.
 
-    A file that cannot be read is logged and replaced. Of two processes that save at once, one may lose its result.
+    A missing folder is created. A file that cannot be read is logged and replaced; one that cannot be written is a
+    StoreError. Of two processes that save at once, one may lose its result.
     """
     path = store / CALIBRATION_FILE
     content = json.dumps(_known(path) | {fingerprint: asdict(calibration)}, indent=1)

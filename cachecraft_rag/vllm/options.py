@@ -268,9 +268,9 @@ class VLLMOptions:
     def fingerprint(self, checkpoint: str, *, own_quantization: str | None = None) -> str:
         """Return the fingerprint of a checkpoint served with these options.
 
-        It is `checkpoint` itself if `shaping` is empty or only repeats `own_quantization`. Otherwise it is the part of
-        `checkpoint` before its first hyphen, a hyphen, and a digest of 32 hex digits of the remaining text and
-        `shaping`, whose order does not matter.
+        A pair of `shaping` that repeats `own_quantization` does not count. Without other pairs it is `checkpoint`
+        itself. Otherwise it is the part of `checkpoint` before its first hyphen, a hyphen, and a digest of 32 hex digits
+        of the remaining text and these pairs, whose order does not matter.
 
         Args:
             checkpoint: fingerprint of the checkpoint's files.

@@ -163,7 +163,9 @@ class Measuring:
 
 
 def recompute_ratios(text: str) -> list[float | None]:
-    """Return the recompute ratios of a comma-separated list, in order, unchecked; None for "auto".
+    """Return the recompute ratios of a comma-separated list, in order, their range unchecked; None for "auto".
+
+    ConfigError for a part that is no finite number.
 
     >>> recompute_ratios("auto, 0.15")
     [None, 0.15]

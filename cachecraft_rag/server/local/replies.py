@@ -30,7 +30,7 @@ def event(values: Json | str) -> str:
 
 
 async def chat_reply(answer: Answer, model: str, *, with_tokens: bool) -> Json:
-    """Return a chat completion, once the answer has ended; with `with_tokens` also the ids of its tokens."""
+    """Read the answer to its end and return it as a chat completion; with `with_tokens` also its tokens' ids."""
     text, calls = await whole(answer)
     message: Json = {"role": "assistant", "content": text or (None if calls else "")}
     if calls:
@@ -47,7 +47,7 @@ async def chat_reply(answer: Answer, model: str, *, with_tokens: bool) -> Json:
 
 
 async def completion_reply(answer: Answer, model: str) -> Json:
-    """Return a completion, once the answer has ended."""
+    """Read the answer to its end and return it as a completion."""
     text, _ = await whole(answer)
     choice: Json = {"index": 0, "text": text, "logprobs": None, "finish_reason": answer.finish()}
     return _reply(answer, model, "text_completion", choice)

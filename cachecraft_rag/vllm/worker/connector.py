@@ -208,7 +208,10 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
         )
 
     def update_connector_output(self, connector_output: ConnectorOutput) -> None:
-        """Take the workers' results, and note the requests that are filled or given up."""
+        """Take the workers' results, and note the requests that are filled or given up.
+
+        Either may be missing. A mistake in it is logged and not raised, because vLLM would end its engine.
+        """
         sent = connector_output.kv_connector_worker_meta
         self._safely(
             None, lambda: self._scheduling.take_result(sent.result) if sent is not None else None
