@@ -183,8 +183,8 @@ class ServerFacts:
 def served_model(facts: ServerFacts, reply: object) -> ServedModel:
     """Return the model with the tokenizer in the reply of `Link.tokenizer`.
 
-    For use within `checked_reply`. The tokenizer's files are in a temporary folder meanwhile; unknown files are ignored,
-    and no code in them runs.
+    For use within `checked_reply`. The tokenizer's files are in a temporary folder meanwhile; unknown files are
+    ignored, and no code in them runs.
     """
     from transformers import AutoTokenizer
 

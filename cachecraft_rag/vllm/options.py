@@ -269,8 +269,8 @@ class VLLMOptions:
         """Return the fingerprint of a checkpoint served with these options.
 
         A pair of `shaping` that repeats `own_quantization` does not count. Without other pairs it is `checkpoint`
-        itself. Otherwise it is the part of `checkpoint` before its first hyphen, a hyphen, and a digest of 32 hex digits
-        of the remaining text and these pairs, whose order does not matter.
+        itself. Otherwise it is the part of `checkpoint` before its first hyphen, a hyphen, and a digest of 32 hex
+        digits of the remaining text and these pairs, whose order does not matter.
 
         Args:
             checkpoint: fingerprint of the checkpoint's files.
