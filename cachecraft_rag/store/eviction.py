@@ -4,7 +4,7 @@ Scores are plain numbers that change only when a variant is used, so a catalog c
 each new score starts from it, and it follows the scores of evicted variants (the inflation of
 GreedyDual-Size-Frequency, Cherkasova 1998). The caller keeps the clock and passes it in, so all functions are pure.
 
-To add a rule for the score, write a `Policy` and register it in `POLICIES`; `StoreConfig.eviction` then accepts its
+To score in another way, write a `Policy` and register it in `POLICIES`; `StoreConfig.eviction` then accepts its
 name. A policy sees neither age nor time: `catalog.eviction_rules` removes variants by these, whatever their score.
 Limits on sums, such as `variants_per_chunk`, run in `Catalog.commit`, each with its field in `Limits` and its
 `EvictionReason`.
@@ -68,7 +68,7 @@ class VariantFacts(NamedTuple):
 
 
 class Policy(Protocol):
-    """Rule for the score. `score` is called when a variant is stored and at each use, at no other time."""
+    """How variants are scored. `score` is called when a variant is stored and at each use, at no other time."""
 
     @property
     def name(self) -> str:

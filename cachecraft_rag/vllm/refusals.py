@@ -4,7 +4,7 @@ vLLM needs a minute to start, and ends with several tracebacks if its connector 
 config shows are found here, at once. `worker.refusals` adds those that only a running vLLM knows.
 
 To refuse more, yield a `Refusal` from the function of its kind that `_refusals` calls, with advice on what to do.
-docs/guides/vllm.md lists all of them ("Refused"), and `tests/vllm/test_refusals.py` needs no vLLM.
+docs/reference/vllm.md lists all of them ("Refused"), and `tests/vllm/test_refusals.py` needs no vLLM.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ A rule is a function of a row and the present time, both times in seconds since 
 The store applies its rules to every row when it is opened, and then at most every `SECONDS_BETWEEN_RUNS`, in the
 background, when it writes captures or uses. A chunk-cache that a rule evicts leaves the disk and this process's memory,
 and counts as `EvictionReason.RULE`; copies on a remote stay. To make a rule a setting, add a field and its check to
-`StoreConfig`, and the rule to those that `ChunkCacheStore.open` is given.
+`StoreConfig`, the rule to those of `ChunkCacheStore.__init__`, and the name to `ENGINE_KEYS` in `cli/options.py`.
 """
 
 from __future__ import annotations

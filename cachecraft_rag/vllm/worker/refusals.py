@@ -53,8 +53,8 @@ def request_refusal(request: EngineRequest, *, is_audit: bool = False) -> str:
     Requests of this package pass here as well: of the self-check, of priming, and of audits. `is_audit` is True if the
     request asks for `idle.audits.KEPT` log-probabilities of tokens that are not filled, which is no reason then.
 
-    A new reason is a sentence here and under "Per request" in docs/guides/vllm.md. What it reads of vLLM's request is
-    declared in `interfaces`, and in `USES` of `benchmarks/vllm_contract.py`.
+    A new reason is a sentence here and under "Per request" in docs/reference/vllm.md. What it reads of vLLM's request
+    is declared in `interfaces`, and in `USES` of `benchmarks/vllm_contract.py`.
     """
     sampling = request.sampling_params
     if sampling is None:
