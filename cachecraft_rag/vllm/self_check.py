@@ -175,7 +175,8 @@ def _difference(prediction: Predicted, token: int, logprob: float, *, is_rounded
         return abs(found - logprob)
     if not is_rounded:
         return math.inf
-    return max(0.0, logprob - min(prediction.logprobs.values(), default=-math.inf))
+    last = min(prediction.logprobs.values(), default=-math.inf)
+    return max(logprob - last, 0.0)  # in this order: NaN stays NaN
 
 
 def _likelier_half(logprobs: Mapping[int, float]) -> dict[int, float]:

@@ -93,6 +93,14 @@ def test_caches_in_fp8_have_room_for_rounding_and_reuse_must_be_close_to_our_pas
         check(rounded, PLAIN, cache_dtype="fp8_e4m3")
 
 
+def test_predictions_of_nan_are_refused_whatever_their_tokens(check: Check) -> None:
+    nan = {7: float("nan"), 8: float("nan")}
+    with pytest.raises(UnsupportedModelError, match="computed by our passes differ"):
+        check(nan, cache_dtype="fp8_e4m3")
+    with pytest.raises(UnsupportedModelError, match="reused from chunk-caches differ"):
+        check(reused=nan, cache_dtype="fp8_e4m3")
+
+
 def test_a_check_that_compares_nothing_ends_with_the_reason(check: Check) -> None:
     """All predictions are equal in these: vLLM has computed them."""
     with pytest.raises(
