@@ -742,6 +742,28 @@ def test_a_request_waits_for_no_captures_of_another_adapter(
             assert (scheduling.matched(request, 0) is None) == (name == "same"), name
 
 
+@pytest.mark.parametrize(
+    ("owner", "other"), [("namespace", "another tenant"), ("session", "another session")]
+)
+def test_a_request_waits_for_no_captures_that_it_may_not_use(
+    engine: Engine, scheduling: Scheduling, owner: str, other: str
+) -> None:
+    """Otherwise the time to the first token would tell what others have sent."""
+    unknown = engine.prompts.build("When was it built?", [Chunk("The lock of Arden leaks, too. ")])
+    system, *rest = unknown.segments
+    private = Prompt((replace(system, private=owner == "session"), *rest))
+    ask = Ask(private, CONFIG.changed_by({"capture": True}), **{owner: "first"})
+    fill_of(scheduling, ask, "first")
+    segments = {segment.segment_id for segment in private.segments[:-1]}
+    for is_filled in (False, True):
+        if is_filled:
+            scheduling.take_result(StepResult({}, frozenset(segments)))
+            scheduling.ended({"first"})
+        for name in ("first", other):
+            request = request_of(replace(ask, **{owner: name}), f"{name} {is_filled}")
+            assert (scheduling.matched(request, 0) is None) == (name == "first"), name
+
+
 @pytest.mark.parametrize("clients", [2, 4, 8])
 def test_new_chunks_are_computed_once_however_many_ask_for_them(
     clients: int, decoder: Decoder, tmp_path: Path, stack: BlockStack, settings: ConnectorSettings

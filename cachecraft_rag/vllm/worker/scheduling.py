@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -41,6 +41,7 @@ _PATIENCE_S = 10.0
 _REMEMBERED = 10_000  # number of filled prompts whose digests are kept
 
 Looked = tuple[LookupResult, Mapping[str, TokenScores]]
+Owner = tuple[str, Adapter | None]
 
 
 @dataclass
@@ -84,6 +85,11 @@ class Pending:
     cached: int | None = None
     report: FillReport | None = None
 
+    @property
+    def owner(self) -> Owner:
+        """Tenant ("": the server's own) and adapter of its chunk-caches, which serve no other requests."""
+        return ("" if self.ask is None else self.ask.namespace, self.adapter)
+
 
 class Scheduling:
     """The scheduler's side of one server.
@@ -124,8 +130,8 @@ class Scheduling:
         # digests of filled prompts, the latest last
         self._filled: OrderedDict[int, None] = OrderedDict()
         self._capturing: frozenset[str] = frozenset()
-        # segment -> adapters under which it is being captured, or will be once its request is filled
-        self._capturers: dict[str, set[Adapter | None]] = {}
+        # segment -> its captures that are under way, or will be once their requests are filled
+        self._captures: dict[str, set[tuple[Owner, FutureVariant]]] = {}
         self._captures_awaited = False  # a request has waited for captures since the last step
         self._reports: dict[str, FillReport] = {}  # `Ask.name` → report to be sent to the front end
         self._row_s: float | None = None  # seconds per computed row of the last fill
@@ -249,7 +255,7 @@ class Scheduling:
             )
         )
         for variant in () if known.filled else _captures(known.ask, known.lacks or ()):
-            self._capturers.setdefault(variant.segment_id, set()).add(known.adapter)
+            self._captures.setdefault(variant.segment_id, set()).add((known.owner, variant))
         known.filling = known.filled = True
         known.began = time.monotonic()
         self._filled[known.digest] = None
@@ -303,7 +309,7 @@ class Scheduling:
         if result.capturing is not None:
             self._capturing = result.capturing
             self._budget.stored(result.capturing)
-            self._forget_capturers()
+            self._forget_captures()
         for name, report in result.reports.items():
             known = self._known.get(name)
             if known is None:
@@ -420,48 +426,14 @@ class Scheduling:
         filled. The wait is at most twice the time that computing those chunks takes. They are looked up again after it.
         """
         if known.lacks is None:
-            plan = make_plan(
-                ask.prompt,
-                lookup.variants,
-                ask.config,
-                refused=lookup.refused,
-                removed=lookup.removed,
-            )
-            lacking = FutureCaptures()
-            lacking.expect(ask.prompt, plan, session=ask.session, namespace=ask.namespace)
-            known.lacks = lacking.variants
+            known.lacks = _lacking(ask, lookup)
         if not ask.config.reuse:
             return False
-        others = [
-            pending
-            for pending in self._known.values()
-            if pending.filling
-            and pending.ask is not None
-            and not pending.ask.idle
-            and pending.adapter == known.adapter
-        ]
-        captured = [
-            variant
-            for variant in known.lacks
-            if variant.segment_id in self._capturing
-            and known.adapter in self._capturers.get(variant.segment_id, (known.adapter,))
-        ]
-        if any(known.salt and known.salt == other.salt for other in others):
-            expected = known.lacks
-        else:
-            expected = captured + [
-                variant
-                for variant in known.lacks
-                if variant not in captured and _announced(variant, ask, others)
-            ]
+        captured = [variant for variant in known.lacks if self._is_captured(variant, known, ask)]
+        expected = captured + self._announced(known, ask, captured)
         if expected:
             if known.until is None:
-                lengths = {
-                    segment.segment_id: len(segment.token_ids) for segment in ask.prompt.segments
-                }
-                rows = sum(lengths[variant.segment_id] for variant in expected)
-                longest_wait = _WAIT_S if self._row_s is None else 2.0 * rows * self._row_s
-                known.until = time.monotonic() + longest_wait
+                known.until = time.monotonic() + self._longest_wait_s(ask, expected)
             known.waited = time.monotonic() < known.until
             self._captures_awaited |= known.waited and bool(captured)
             return known.waited
@@ -472,17 +444,54 @@ class Scheduling:
             return True
         return False
 
-    def _forget_capturers(self) -> None:
-        """Forget segments that are neither being captured nor will be by a request that is being filled."""
+    def _is_captured(self, lacking: FutureVariant, known: Pending, ask: Ask) -> bool:
+        """Return True if a capture is under way that can replace `lacking`; also if nothing is known of the capture."""
+        if lacking.segment_id not in self._capturing:
+            return False
+        captures = self._captures.get(lacking.segment_id)
+        if captures is None:
+            return True
+        own = (capture for owner, capture in captures if owner == known.owner)
+        return _can_replace(own, lacking, ask)
+
+    def _announced(
+        self, known: Pending, ask: Ask, captured: Collection[FutureVariant]
+    ) -> list[FutureVariant]:
+        """Return which of the lacking chunk-caches, without `captured`, come from requests that are being filled."""
+        lacks = [variant for variant in known.lacks or () if variant not in captured]
+        others = [
+            (other.salt, other.ask, other.lacks or ())
+            for other in self._known.values()
+            if other.filling
+            and other.ask is not None
+            and not other.ask.idle
+            and other.owner == known.owner
+        ]
+        if any(known.salt and known.salt == salt for salt, _, _ in others):
+            return lacks
+        captures = [
+            capture for _, other, lacking in others for capture in _captures(other, lacking)
+        ]
+        return [variant for variant in lacks if _can_replace(captures, variant, ask)]
+
+    def _longest_wait_s(self, ask: Ask, expected: Iterable[FutureVariant]) -> float:
+        """Return twice the time that computing these chunks takes, in seconds."""
+        if self._row_s is None:
+            return _WAIT_S
+        lengths = {segment.segment_id: len(segment.token_ids) for segment in ask.prompt.segments}
+        return 2.0 * self._row_s * sum(lengths[variant.segment_id] for variant in expected)
+
+    def _forget_captures(self) -> None:
+        """Forget the captures of segments that are neither being captured nor in a request that is being filled."""
         expected = {
             variant.segment_id
             for pending in self._known.values()
             if pending.filling and pending.ask is not None
             for variant in _captures(pending.ask, pending.lacks or ())
         }
-        self._capturers = {
-            segment: adapters
-            for segment, adapters in self._capturers.items()
+        self._captures = {
+            segment: captures
+            for segment, captures in self._captures.items()
             if segment in expected or segment in self._capturing
         }
 
@@ -524,15 +533,20 @@ class Scheduling:
         return lookup, self._store.token_scores(variant_ids)
 
 
-def _announced(lacking: FutureVariant, ask: Ask, others: Iterable[Pending]) -> bool:
-    """Return True if one of `others`, which are being filled, will capture a chunk-cache that can replace `lacking`."""
-    wanted = replace(lacking, session=ask.session)
-    return any(
-        capture.serves(wanted, ask.config.method.scope)
-        for other in others
-        if other.ask is not None and other.ask.namespace == ask.namespace
-        for capture in _captures(other.ask, other.lacks or ())
+def _lacking(ask: Ask, lookup: LookupResult) -> list[FutureVariant]:
+    """Return the chunk-caches that a look-up did not find."""
+    plan = make_plan(
+        ask.prompt, lookup.variants, ask.config, refused=lookup.refused, removed=lookup.removed
     )
+    lacking = FutureCaptures()
+    lacking.expect(ask.prompt, plan, session=ask.session, namespace=ask.namespace)
+    return lacking.variants
+
+
+def _can_replace(captures: Iterable[FutureVariant], lacking: FutureVariant, ask: Ask) -> bool:
+    """Return True if one of these captures, of the same tenant and adapter, can replace `lacking`."""
+    wanted = replace(lacking, session=ask.session)
+    return any(capture.serves(wanted, ask.config.method.scope) for capture in captures)
 
 
 def _captures(ask: Ask, computed: Iterable[FutureVariant]) -> Iterator[FutureVariant]:
