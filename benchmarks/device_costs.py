@@ -17,7 +17,7 @@ from benchmarks import late_device
 from benchmarks.gpu_model import CountedStack
 from benchmarks.late_device import Device
 from benchmarks.request_costs import KEY, Requests, Size, fill_of
-from cachecraft_rag.compute.stack import WholePass
+from cachecraft_rag.compute.stack import LayerPass, WholePass
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.types.captures import Capture, TokenScores
 from cachecraft_rag.types.variants import VariantKey
@@ -36,6 +36,7 @@ class CountedForward:
     """A forward of all layers that launches nothing, in place of `VLLMForward`; a `WholeModel`."""
 
     most_rows = 1 << 30
+    gives_raw = False
 
     def __init__(self, stack: BlockStack) -> None:
         """Run the layers of this stack."""
@@ -44,6 +45,10 @@ class CountedForward:
     def run(self, ids: Any, _positions: Any, whole_pass: WholePass, layers: int) -> None:
         """Run rows through the first layers."""
         self._stack.run_whole(len(ids), whole_pass, layers)
+
+    def run_raw(self, _ids: Any, _layer_pass: LayerPass, _layers: int) -> None:
+        """Refuse: no request captures here."""
+        raise AssertionError("a pass without captures was expected")
 
 
 class BlockStack(CountedStack):

@@ -72,7 +72,7 @@ class WriteBackQueue:
     Args:
         store: the store to write to.
         namespace: namespace of the stored variants, unless their context names another one.
-        fingerprint: fingerprint of the model.
+        fingerprint: fingerprint of the model, unless their context has that of the model with an adapter.
         layout: layout of a chunk-cache.
         start: runs the steps of one capture in the background, then calls its second argument with their result and
             their error.

@@ -19,7 +19,7 @@ class CountReused(Protocol):
     """Function that counts reused tokens of a prompt."""
 
     def __call__(self, *, counted_from: int) -> int:
-        """Return how many tokens from position `first` on were reused."""
+        """Return how many tokens from position `counted_from` on were reused."""
 
 
 @dataclass(frozen=True)
