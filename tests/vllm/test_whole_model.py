@@ -100,10 +100,13 @@ def _no_forward_context(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vllm.forward_context.set_forward_context", lambda *_a, **_k: nullcontext())
 
 
-def run(model: Model, whole_pass: Doubling, layers: int = LAYERS) -> None:
+def run(model: Model, whole_pass: Doubling, layers: int = LAYERS, *, raw: bool = False) -> None:
     forward = VLLMForward(model, model.layers)  # type: ignore[arg-type]
     assert forward.most_rows == 64
-    forward.run(torch.tensor([1, 2]), torch.tensor([5, 9]), whole_pass, layers)
+    if raw:
+        forward.run_raw(torch.tensor([1, 2]), whole_pass, layers)
+    else:
+        forward.run(torch.tensor([1, 2]), torch.tensor([5, 9]), whole_pass, layers)
 
 
 def assert_vllm_attends(model: Model) -> None:
@@ -132,10 +135,11 @@ def test_rows_of_which_raw_keys_are_wanted_are_all_at_position_0() -> None:
     assert_vllm_attends(model)
 
 
-def test_after_an_error_the_layers_continue_for_the_other_ranks() -> None:
+@pytest.mark.parametrize("raw", [False, True])
+def test_after_an_error_the_layers_continue_for_the_other_ranks(*, raw: bool) -> None:
     model, whole_pass = Model(), Doubling(fails_in=1)
     with pytest.raises(MemoryError, match="of this test"):
-        run(model, whole_pass)
+        run(model, whole_pass, raw=raw)
     assert whole_pass.written == [0]
     assert [states[1, 0, 0].item() for states in model.entered] == [2.0, 4.0, 4.0]
     assert_vllm_attends(model)
