@@ -116,7 +116,7 @@ class Counts:
 
 
 class CountedStack:
-    """Layers that launch nothing of their own, to count what this package launches; a `Stack`.
+    """Layers that launch nothing themselves, to count what this package launches; a `Stack`.
 
     Args:
         layers: number of layers.

@@ -1,6 +1,6 @@
 """Drift correction in two launches: each chunk's mean change, and one pass over the merged buffer.
 
-The second one moves the stale tokens and writes the rows of the pass, so that rows take no launch of their own.
+The second one moves the stale tokens and writes the rows of the pass, so that rows need no further launch.
 """
 
 from __future__ import annotations
