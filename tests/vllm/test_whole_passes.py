@@ -307,6 +307,16 @@ def test_a_wrong_forward_is_not_used_and_the_report_says_why(
     assert sum("layer by layer" in message for message in caplog.messages) == 1
 
 
+def test_a_forward_that_takes_too_few_rows_for_its_check_is_not_used(
+    engine: Engine, scheduling: Scheduling, decoder: Decoder, workers_with: Callable[..., Workers]
+) -> None:
+    model = WholeDecoder(decoder, most_rows=max(CHECK_ROWS) - 1)
+    workers = workers_with(model)
+    run(workers, [fill_of(scheduling, ask_of(engine, [0, 2, 1]))])
+    assert "take 39 rows (--max-num-batched-tokens)" in report_of(workers)["layer_by_layer"]
+    assert not model.runs
+
+
 def test_a_forward_that_could_not_be_checked_is_not_used(
     engine: Engine,
     scheduling: Scheduling,
