@@ -92,27 +92,29 @@ class DriftCorrection:
             return
 
         first_cos, _ = self._rotary.tables[0]
-        device = first_cos.device
         if uses_triton(first_cos):
             self._locate_on_gpu(recomputed_rows, positions, len(first_cos))
-            return
-
-        library = kernels_for(first_cos)
-        if library is not None:
-            tasks = []
-            for number, span in self._ranges:
-                for start in span[::_TOKENS_PER_TASK]:
-                    tasks.append((number, start, min(start + _TOKENS_PER_TASK, span.stop)))
+        elif (library := kernels_for(first_cos)) is not None:
+            tasks = [
+                (number, start, min(start + _TOKENS_PER_TASK, span.stop))
+                for number, span in self._ranges
+                for start in span[::_TOKENS_PER_TASK]
+            ]
             self._compiled = calls.Drift(library, recomputed_rows, positions, tasks)
-            return
+        else:
+            self._locate_in_torch(recomputed_rows, positions)
 
+    def _locate_in_torch(
+        self, recomputed_rows: Sequence[NDArray[np.int64]], positions: NDArray[np.int64]
+    ) -> None:
+        device = self._rotary.tables[0][0].device
         all_rows = np.concatenate(recomputed_rows)
         self._rows = sent(all_rows, device)
         self._row_positions = sent(positions[all_rows], device)
 
         # A product with this matrix `[chunks, recomputed rows]` is the mean of each chunk's rows, times the strength.
         counts = np.array([len(chunk_rows) for chunk_rows in recomputed_rows])
-        numbers = np.arange(len(corrected_chunks))
+        numbers = np.arange(len(recomputed_rows))
         chunk_of_row = sent(np.repeat(numbers, counts), device)
         membership = sent(numbers, device)[:, None] == chunk_of_row[None, :]
         scales = self._strength / sent(counts, device).float()

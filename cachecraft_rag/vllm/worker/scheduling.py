@@ -207,10 +207,16 @@ class Scheduling:
                 known.cached = computed
                 self._send(known.ask, self._cached(known.ask, computed))
             return 0
+        return self._fillable(request, known, known.ask, computed)
+
+    def _fillable(
+        self, request: EngineRequest, known: Pending, ask: Ask, computed: int
+    ) -> int | None:
+        """Return how many tokens will be filled if there is room for them now; None without, 0 if there is never."""
         running_fills = sum(pending.filling for pending in self._known.values())
         if running_fills >= self._settings.fill_at_once:
             return None
-        size = self._size(known.ask, () if known.filled else known.lacks or ())
+        size = self._size(ask, () if known.filled else known.lacks or ())
         refused = self._budget.refusal(size)
         if refused is not None:
             known.refused = refused
@@ -220,7 +226,7 @@ class Scheduling:
             self._captures_awaited = True
             return None
         known.size = size
-        return int(request.num_prompt_tokens) - known.ask.own_tokens - computed
+        return int(request.num_prompt_tokens) - ask.own_tokens - computed
 
     def allocated(self, request: EngineRequest, blocks: tuple[int, ...], tokens: int) -> None:
         """Note the blocks that vLLM has given the request: `take_fills` returns its filling next.
