@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from cachecraft_rag.kernels.attention import attention
-from cachecraft_rag.kernels.attention_mass import attention_mass
+from cachecraft_rag.kernels.attention_mass import attention_mass, attention_received
 from cachecraft_rag.kernels.attention_paths import PATHS, AttentionPaths, paths_for, shape_class
 from cachecraft_rag.kernels.gather import place, scatter_rows
 from cachecraft_rag.kernels.rope import rotate
@@ -315,6 +315,16 @@ def test_attention_received_is_the_sum_of_the_weights() -> None:
     weights[torch.arange(5), positions] = 0.0
     _, found = attention_mass(q, k, Visibility(positions), torch.tensor([0, 20]), scale=0.3)
     assert torch.allclose(found, weights.sum(0), atol=1e-5)
+    assert torch.equal(attention_received(q, k, Visibility(positions), scale=0.3), found)
+
+
+def test_attention_is_written_to_the_given_tensor() -> None:
+    q, k, v = noise(3, 4, 8), noise(20, 2, 8, seed=1), noise(20, 2, 8, seed=2)
+    visible = Visibility(torch.tensor([3, 8, 19]))
+    room = torch.full((3, 2, 4, 8), torch.nan)
+    attention(q, k, v, visible, scale=0.3, out=room[:, 1])
+    assert torch.equal(room[:, 1], attention(q, k, v, visible, scale=0.3))
+    assert room[:, 0].isnan().all()
 
 
 def test_absent_keys_are_seen_by_no_row() -> None:

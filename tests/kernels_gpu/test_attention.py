@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from cachecraft_rag.kernels.attention import attention
+from cachecraft_rag.kernels.attention_mass import attention_mass, attention_received
 from cachecraft_rag.kernels.gpu.attention import MOST_SEGMENTS, Attended, attend
 from cachecraft_rag.kernels.gpu.combine import combine
 from cachecraft_rag.kernels.gpu.received import received
@@ -178,6 +180,37 @@ def test_views_as_the_layers_hand_them_over() -> None:
     wide = q.transpose(0, 1).contiguous().transpose(0, 1)
     expected = attend(q, k, v, visible, scale=0.3).out
     assert torch.equal(attend(wide, merged[0], merged[1], visible, scale=0.3).out, expected)
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+def test_the_output_is_written_to_the_given_tensor(splits: int) -> None:
+    q, k, v, visible = tensors(CASES["several tiles"], torch.bfloat16, 80)
+    how = {"scale": 0.3, "tiling": SMALL, "splits": splits}
+    room = torch.full((len(q) + 2, *q.shape[1:]), torch.nan, dtype=q.dtype, device=DEVICE)
+    written = attend(q, k, v, visible, **how, out=room[1:-1]).out
+    assert written is not None
+    assert written.data_ptr() == room[1:-1].data_ptr()
+    assert torch.equal(written, attend(q, k, v, visible, **how).out)
+    assert room[[0, -1]].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_output_that_the_kernel_cannot_write_is_copied(dtype: torch.dtype) -> None:
+    """Views with gaps, and other dtypes."""
+    q, k, v, visible = tensors(CASES["scattered rows"], torch.float32, 16)
+    room = torch.full((len(q), 2, *q.shape[1:]), torch.nan, dtype=dtype, device=DEVICE)
+    attention(q, k, v, visible, scale=0.3, out=room[:, 1])
+    assert torch.equal(room[:, 1], attention(q, k, v, visible, scale=0.3).to(dtype))
+    assert room[:, 0].isnan().all()
+
+
+def test_what_keys_receive_needs_no_segments() -> None:
+    q, k, _, visible = tensors(CASES["scattered rows"], torch.float32, 16)
+    found = attention_received(q, k, visible, scale=0.3)
+    _, expected = attention_mass(q, k, visible, on_device([0, len(k)]), scale=0.3)
+    assert torch.allclose(found, expected, atol=1e-6)
+    none = Visibility(on_device([]))
+    assert not attention_received(q[:0], k, none, scale=0.3).any()
 
 
 # -- parts ------------------------------------------------------------------------------------------------------------
