@@ -414,6 +414,17 @@ def test_closing_gives_up_what_waits(make_engine: MakeEngine, layers: Layers) ->
     assert metric(engine, "audits_dropped_total", reason="closed") == 2
 
 
+def test_audits_that_wait_when_an_engine_ends_without_close_are_dropped(engine: Engine) -> None:
+    ask(engine, CHUNKS)
+    with answering(engine):
+        for _ in range(3):
+            ask(engine, MOVED, settle=False, config=replace(CONFIG, capture=False))
+        engine.loop.end()
+    until(lambda: not engine.loop.alive)
+    assert metric(engine, "audits_dropped_total", reason="closed") == 2
+    assert metric(engine, "audits_dropped_total", reason="gave_way") == 0
+
+
 def test_a_failed_audit_is_counted_and_the_next_one_runs(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
