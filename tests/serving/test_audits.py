@@ -396,6 +396,18 @@ def test_removed_chunks_are_not_computed_again(engine: Engine) -> None:
     assert metric(engine, "audits_dropped_total", reason="removed") == 2
 
 
+def test_an_answer_that_loses_a_chunk_before_its_end_is_not_audited(engine: Engine) -> None:
+    ask(engine, CHUNKS)
+    answer = engine.stream(QUESTION, MOVED, sampling=SAMPLING)
+    next(answer)
+    engine.store.evict(RowFilter(chunk_ids=(CHUNKS[2].chunk_id,)))
+    for _ in answer:
+        pass
+    assert engine.settle(60)
+    assert engine.audit_of(answer.stats.request_id) is None
+    assert metric(engine, "audits_dropped_total", reason="removed") == 1
+
+
 def test_closing_gives_up_what_waits(make_engine: MakeEngine, layers: Layers) -> None:
     engine = make_engine()
     ask(engine, CHUNKS)
