@@ -45,6 +45,7 @@ _OFTEN_TRIED = MappingProxyType(
 )
 
 
+@refuses_other_names(what="setting of the tuning")
 @dataclass(frozen=True, slots=True)
 class EngineTuning:
     """How requests share an engine: settings to tune one. An engine over vLLM refuses them: it has its own queue.

@@ -26,6 +26,7 @@ CACHE_FOLDER = "caches"  # in the folder that a user names as the store, next to
 _MOST_READERS = 1024
 
 
+@refuses_other_names(what="setting of the store's tuning")
 @dataclass(frozen=True, slots=True)
 class StoreTuning:
     """How a store reads and writes: settings to tune one. They apply to this process.

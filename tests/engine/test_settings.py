@@ -355,6 +355,21 @@ def test_a_setting_that_has_moved_is_refused_with_its_place(name: str, hint: str
         EngineConfig(**{name: 3})  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("tune", "name", "hint"),
+    [
+        (EngineTuning, "max_wait", "max_waiting"),
+        (StoreConfig().with_tuning, "reader", "readers"),
+        (RemoteConfig("memory://").with_tuning, "read_timeout", "read_timeout_s"),
+    ],
+)
+def test_a_misspelt_setting_of_a_tuning_is_refused_with_the_nearest_one(
+    tune: Callable[..., object], name: str, hint: str
+) -> None:
+    with pytest.raises(ConfigError, match=rf"{name}: no such .* Did you mean {hint}\?"):
+        tune(**{name: 3})
+
+
 def test_the_papers_options_can_be_changed_one_by_one() -> None:
     config = EngineConfig.paper(host_bytes=10**6, best_last=True, dtype="float32")
     assert config.reuse == ReuseConfig.paper()

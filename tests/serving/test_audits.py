@@ -396,6 +396,18 @@ def test_removed_chunks_are_not_computed_again(engine: Engine) -> None:
     assert metric(engine, "audits_dropped_total", reason="removed") == 2
 
 
+def test_an_answer_that_loses_a_chunk_before_its_end_is_not_audited(engine: Engine) -> None:
+    ask(engine, CHUNKS)
+    answer = engine.stream(QUESTION, MOVED, sampling=SAMPLING)
+    next(answer)
+    engine.store.evict(RowFilter(chunk_ids=(CHUNKS[2].chunk_id,)))
+    for _ in answer:
+        pass
+    assert engine.settle(60)
+    assert engine.audit_of(answer.stats.request_id) is None
+    assert metric(engine, "audits_dropped_total", reason="removed") == 1
+
+
 def test_closing_gives_up_what_waits(make_engine: MakeEngine, layers: Layers) -> None:
     engine = make_engine()
     ask(engine, CHUNKS)
@@ -412,6 +424,17 @@ def test_closing_gives_up_what_waits(make_engine: MakeEngine, layers: Layers) ->
     assert not closing.is_alive()
     assert [engine.audit_of(answer.stats.request_id) for answer in answers] == [None, None]
     assert metric(engine, "audits_dropped_total", reason="closed") == 2
+
+
+def test_audits_that_wait_when_an_engine_ends_without_close_are_dropped(engine: Engine) -> None:
+    ask(engine, CHUNKS)
+    with answering(engine):
+        for _ in range(3):
+            ask(engine, MOVED, settle=False, config=replace(CONFIG, capture=False))
+        engine.loop.end()
+    until(lambda: not engine.loop.alive)
+    assert metric(engine, "audits_dropped_total", reason="closed") == 2
+    assert metric(engine, "audits_dropped_total", reason="gave_way") == 0
 
 
 def test_a_failed_audit_is_counted_and_the_next_one_runs(

@@ -386,6 +386,18 @@ def test_close_gives_up_what_waits_before_the_next_layer(
     assert engine.loop._thread is None
 
 
+def test_an_engine_that_ends_without_close_drops_what_waits(engine: Engine) -> None:
+    ask(engine, ORDERS[0])
+    with answering(engine):
+        for order in ORDERS[1:]:
+            ask(engine, order, settle=False)
+        engine.loop.end()
+    until(lambda: not engine.loop.alive)
+    stats = engine.new_variants.stats
+    assert (stats.waiting, stats.dropped) == (0, {"closed": 4})
+    assert stats.captured > 0  # of the one that was under way
+
+
 def test_a_removed_chunk_does_not_come_back(engine: Engine, layers: Layers) -> None:
     stop_in_the_first_capture(engine, layers)
     removed = [chunk.chunk_id for chunk in CHUNKS[:1]]

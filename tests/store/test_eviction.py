@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.store import ChunkCacheStore, Listed
 from cachecraft_rag.store.catalog.eviction_rules import SECONDS_BETWEEN_RUNS
 from cachecraft_rag.store.eviction import POLICIES, Use, VariantFacts, policy_named, worth
+from cachecraft_rag.store.layout import StoredVariant
 from cachecraft_rag.types.captures import Capture, TokenScores
 from cachecraft_rag.types.kv_layout import KVLayout
 from cachecraft_rag.types.variants import VariantKey
@@ -181,6 +183,46 @@ def test_a_store_without_rules_evicts_nothing_by_age(tmp_path: Path, clock: Cloc
     clock.now += 1000 * DAY
     with ChunkCacheStore.open(tmp_path) as store:
         assert chunks(store) == {"old"}
+
+
+def broken(row: Listed, now: float) -> bool:
+    raise ZeroDivisionError("a mistake of this rule")
+
+
+def test_a_broken_rule_does_not_open_the_store_and_removes_nothing(tmp_path: Path) -> None:
+    with ChunkCacheStore.open(tmp_path) as store:
+        add(store, "old")
+    with pytest.raises(ZeroDivisionError):
+        ChunkCacheStore.open(tmp_path, rules=[broken])
+    with ChunkCacheStore.open(tmp_path) as store:
+        assert chunks(store) == {"old"}
+
+
+def test_a_rule_that_breaks_while_the_store_is_used_is_logged_and_removes_nothing(
+    tmp_path: Path, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    with ChunkCacheStore.open(tmp_path, rules=[broken]) as store:
+        for chunk in ("first", "second"):
+            clock.now += 2 * SECONDS_BETWEEN_RUNS
+            add(store, chunk)
+        assert chunks(store) == {"first", "second"}
+    assert "a mistake of this rule" in caplog.text
+
+
+def test_a_chunk_cache_that_a_rule_evicts_while_it_is_read_is_read_to_its_end(
+    tmp_path: Path, clock: Clock
+) -> None:
+    with ChunkCacheStore.open(tmp_path, host_bytes=0, rules=[MaxChunkAge(DAY)]) as store:
+        add(store, "old")
+        (variant,) = store.lookup("ns", "model", ["old"])["old"]
+        (reading,) = store.open_variants([variant])
+        assert isinstance(reading, StoredVariant)
+        clock.now += 2 * DAY
+        add(store, "young")
+        assert chunks(store) == {"young"}
+        reading.allocate()
+        with closing(reading):
+            assert reading.read_all().sum() == 0
 
 
 @pytest.mark.parametrize("rules", [unused_for_a_day, [DAY]])

@@ -8,7 +8,7 @@ import os
 import shutil
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from cachecraft_rag.errors import StoreError
 from cachecraft_rag.retrievers.index.faiss_store import FaissStore
 from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store import ChunkCacheStore, RowFilter
+from cachecraft_rag.store.catalog.eviction_rules import EvictionRule
 from cachecraft_rag.types.captures import Capture, TokenScores
 from cachecraft_rag.types.documents import Chunk
 from cachecraft_rag.types.kv_layout import KVLayout
@@ -210,13 +211,13 @@ def as_nobody(action: Callable[[], object]) -> Any:
     return said["result"]
 
 
-def look(root: Path) -> dict[str, Any]:
+def look(root: Path, rules: Sequence[EvictionRule] = ()) -> dict[str, Any]:
     """All that may be asked of a store that cannot be written, and what it says."""
     said: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("cachecraft_rag").addHandler(handler)
-    with ChunkCacheStore.open(root, disk_bytes=10**6) as store:
+    with ChunkCacheStore.open(root, disk_bytes=10**6, rules=rules) as store:
         (variant,) = store.lookup("ns", "model", ["chunk"])["chunk"]
         loaded = store.load(variant)
         assert isinstance(loaded, LoadedVariant)
@@ -269,6 +270,15 @@ def test_a_read_only_store_serves_and_lists_what_it_holds(open_to_all: Path, sta
     assert len(warned) == 1, warned
     assert "nothing is added" in warned[0]
     assert sorted(root.rglob("*")) == before
+
+
+def test_a_read_only_store_keeps_what_its_rules_would_evict_and_says_so(open_to_all: Path) -> None:
+    root = open_to_all / "caches"
+    with ChunkCacheStore.open(root) as store:
+        store.put(capture()).result()
+    found = as_nobody(lambda: look(root, rules=[lambda _row, _now: True]))
+    assert found["rows"] == 1
+    assert ["or evicted by the rules" in warning for warning in found["warnings"]] == [True]
 
 
 def test_a_read_only_index_is_searched(open_to_all: Path) -> None:

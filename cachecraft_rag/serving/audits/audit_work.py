@@ -129,6 +129,8 @@ class AuditWork(IdleWork[WaitingAudit[Predicted], Audit], Generic[Predicted]):
             self._keep(waiting, self._audit_of_exact(waiting))
             return
         with self._changed:
+            if self._closed:  # meanwhile, by another thread
+                return
             self._waiting.append(waiting)
             if len(self._waiting) > self.config.waiting:
                 self._waiting.popleft()

@@ -28,6 +28,7 @@ class LoopRunner(Generic[Piece, Result]):
     priority: Priority = Priority.IDLE
     expected_errors: tuple[type[Exception], ...] = _EXPECTED_ERRORS
     _task: LoopTask | None = None
+    _is_unwanted: bool = False  # the result of the task
 
     def wake(self, work: IdleWork[Piece, Result]) -> None:
         """Begin with the next piece, unless one is under way."""
@@ -37,13 +38,18 @@ class LoopRunner(Generic[Piece, Result]):
 
         def ended(result: Result | None, error: BaseException | None) -> None:
             self._task = None
+            # The loop itself has given the task up, because it ends: no other piece may begin.
+            if result is None and error is None and not self._is_unwanted:
+                work.close()
             work.finish(piece, result, error)
 
+        self._is_unwanted = False
         self._task = LoopTask(lambda _: self.steps(piece), ended, self.priority)
         self.loop.start(self._task)
 
     def give_up(self, piece: Piece) -> None:
         """End the piece under way before its next step."""
         if self._task is not None:
+            self._is_unwanted = True
             self._task.closed = True
             self.loop.wake()

@@ -90,6 +90,7 @@ def hidden(text: str, url: str) -> str:
     return text
 
 
+@refuses_other_names(what="setting of the remote's tuning")
 @dataclass(frozen=True, slots=True)
 class RemoteTuning:
     """How an engine uses a remote: settings to tune one, for example for a distant network.
