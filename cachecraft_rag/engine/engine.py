@@ -352,7 +352,7 @@ class Engine(AnswerEngine):
 
     def audit_of(self, request_id: str) -> Audit | None:
         """Return the audit of an answer; None: not audited, not yet (see `settle`), or not of the last 1,024."""
-        return self.auditor.results.get(request_id)
+        return self.auditor.results.get(request_id, self.namespace)
 
     @property
     def preloading_bytes(self) -> int:

@@ -497,7 +497,8 @@ async def statistics(name: str, raw_request: Request) -> dict[str, object]:
     Raises HTTPException (404) for an unknown answer, one that is not among the last 1,000, and one of another session.
     """
     endpoint = _endpoint(raw_request)
-    owner = (endpoint.engine_for(raw_request).namespace, endpoint.session(raw_request))
+    engine = endpoint.engine_for(raw_request)
+    owner = (engine.namespace, endpoint.session(raw_request))
     # vLLM numbers the prompts of a response: more than one if the server calls tools itself
     for request_id in (name, f"{name}_0"):
         if (numbers := endpoint.records.get(request_id, owner=owner)) is not None:
@@ -506,7 +507,7 @@ async def statistics(name: str, raw_request: Request) -> dict[str, object]:
         raise HTTPException(
             404, f"no request {name} with documents is remembered; the last 1,000 are"
         )
-    audit = endpoint.engine.audit_of(request_id)
+    audit = engine.audit_of(request_id)
     return numbers | {"audit": None if audit is None else audit.as_dict()}
 
 
