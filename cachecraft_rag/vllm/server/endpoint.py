@@ -155,7 +155,7 @@ class ChatWithDocuments:
         needs_key = bool(vllm.envs.VLLM_API_KEY)
         # kept here, because the loop holds tasks weakly
         state.cachecraft.announcement = loop.create_task(
-            announce(args, needs_key=needs_key, note=engine.layer_by_layer)
+            announce(args, settings.endpoint, needs_key=needs_key, note=engine.layer_by_layer)
         )
 
 
