@@ -83,7 +83,7 @@ from cachecraft_rag.vllm.server.unmarked import (
     PlainPrompts,
     SearchingClient,
 )
-from cachecraft_rag.vllm.settings import ConnectorSettings
+from cachecraft_rag.vllm.settings import ConnectorSettings, check_tenants
 
 T = TypeVar("T")
 
@@ -171,6 +171,9 @@ def _check_server(engine_client: Any, args: Namespace, settings: ConnectorSettin
         raise ConfigError(
             "statistics of requests are kept in one API server: leave out --api-server-count"
         )
+    check_tenants(
+        settings.endpoint, stores_responses=bool(vllm.envs.VLLM_ENABLE_RESPONSES_API_STORE)
+    )
     beside = connectors_in(engine_client.vllm_config.kv_transfer_config)[1:]
     check_beside(beside, settings.config.reuse, settings.endpoint.client_settings)
 
