@@ -169,7 +169,9 @@ class Engine(AnswerEngine):
             stand_in=self.prompts.stand_in,
             auditor=self.auditor,
         )
-        store.before_removal.append(self._before_removal)
+        # kept, because the same method of a tenant's copy of this engine is unequal to it
+        self._removal_hook = self._before_removal
+        store.before_removal.append(self._removal_hook)
 
     def _new_loop(self, config: EngineConfig) -> StepLoop:
         speed = ComputeSpeed(self.decoder.keys_per_row)
@@ -336,7 +338,14 @@ class Engine(AnswerEngine):
     def _timing(self) -> ReuseTiming:
         def ask(prompt: Prompt, config: ReuseConfig) -> float:
             # Some chunks may be computed because loading them takes longer: that is part of the time with reuse.
-            request = Request(prompt, config, _ONE_TOKEN, session=None, started=time.perf_counter())
+            request = Request(
+                prompt,
+                config,
+                _ONE_TOKEN,
+                session=None,
+                started=time.perf_counter(),
+                namespace=self.namespace,
+            )
             return self._scored(request).stats.ttft_s
 
         return ReuseTiming(
@@ -352,7 +361,7 @@ class Engine(AnswerEngine):
 
     def audit_of(self, request_id: str) -> Audit | None:
         """Return the audit of an answer; None: not audited, not yet (see `settle`), or not of the last 1,024."""
-        return self.auditor.results.get(request_id)
+        return self.auditor.results.get(request_id, self.namespace)
 
     @property
     def preloading_bytes(self) -> int:
@@ -388,8 +397,8 @@ class Engine(AnswerEngine):
         if not self._home.here:  # in a fork of its process there is nothing to finish or to release
             return
         with self._opened:
-            if self._before_removal in self.store.before_removal:
-                self.store.before_removal.remove(self._before_removal)
+            if self._removal_hook in self.store.before_removal:
+                self.store.before_removal.remove(self._removal_hook)
                 self.loop.call(self._close_idle_work)
             # An answer that its reader has just closed still hands over its captures.
             self.loop.wait_for_given_up()

@@ -9,6 +9,9 @@ import shlex
 from collections.abc import Sequence
 from typing import Protocol
 
+from cachecraft_rag.server.administration import CLOSED
+from cachecraft_rag.server.settings import EndpointSettings
+
 logger = logging.getLogger("cachecraft_rag.server")
 
 _RETRY_S = 0.2
@@ -28,7 +31,9 @@ class ServerArguments(Protocol):
     model: str
 
 
-def first_request(args: ServerArguments, *, needs_key: bool = False) -> str:
+def first_request(
+    args: ServerArguments, *, needs_key: bool = False, tenant_header: str | None = None
+) -> str:
     """Return a `curl` command for a shell that asks this server a question with a document.
 
     `needs_key` is True if the server asks for a key that `args`, of vLLM's server, do not have.
@@ -46,6 +51,8 @@ def first_request(args: ServerArguments, *, needs_key: bool = False) -> str:
     headers = ["Content-Type: application/json"]
     if args.api_key or needs_key:
         headers.append("Authorization: Bearer YOUR-KEY")
+    if tenant_header:
+        headers.append(f"{tenant_header}: YOUR-TENANT")
     options = [f"-H {shlex.quote(header)}" for header in headers]
     if args.uds:
         options.insert(0, f"--unix-socket {shlex.quote(args.uds)}")
@@ -53,15 +60,23 @@ def first_request(args: ServerArguments, *, needs_key: bool = False) -> str:
     return " \\\n  ".join([f"curl {_address(args)}/v1/chat/completions", *options])
 
 
-async def announce(args: ServerArguments, *, needs_key: bool = False, note: str = "") -> None:
-    """Log that the server is ready, and a first request, once it accepts connections; `note` is for operators."""
+def ready_text(
+    args: ServerArguments, settings: EndpointSettings, *, needs_key: bool = False, note: str = ""
+) -> str:
+    """Return the text that says that the server is ready, with notes for operators and a first request."""
+    closed = CLOSED if settings.admin_keys == () else ""
+    notes = "".join(f" Note: {text}." for text in (note, closed) if text)
+    request = first_request(args, needs_key=needs_key, tenant_header=settings.tenant_header)
+    return f"Ready.{notes} A question with a document, for another terminal:\n{request}"
+
+
+async def announce(
+    args: ServerArguments, settings: EndpointSettings, *, needs_key: bool = False, note: str = ""
+) -> None:
+    """Log `ready_text` once the server accepts connections."""
     while not await _accepts_connections(args):
         await asyncio.sleep(_RETRY_S)
-    logger.info(
-        "Ready.%s A question with a document, for another terminal:\n%s",
-        f" Note: {note}." if note else "",
-        first_request(args, needs_key=needs_key),
-    )
+    logger.info("%s", ready_text(args, settings, needs_key=needs_key, note=note))
 
 
 def _address(args: ServerArguments) -> str:

@@ -12,16 +12,16 @@ class Remembered:
     """The last 1,000 answers by id, each with its owner: tenant and session. To be used in one thread."""
 
     def __init__(self) -> None:
-        self._answers: OrderedDict[str, tuple[Owner, dict[str, object]]] = OrderedDict()
+        # over vLLM a client may choose the id of its answer
+        self._answers: OrderedDict[tuple[Owner, str], dict[str, object]] = OrderedDict()
 
     def keep(self, name: str, owner: Owner, values: dict[str, object]) -> None:
         """Keep the values of an answer, in place of earlier ones."""
-        self._answers[name] = (owner, values)
-        self._answers.move_to_end(name)
+        self._answers[owner, name] = values
+        self._answers.move_to_end((owner, name))
         while len(self._answers) > MOST_REMEMBERED:
             self._answers.popitem(last=False)
 
     def get(self, name: str, *, owner: Owner) -> dict[str, object] | None:
         """Return the values of an answer; None for an unknown one and for one of another owner."""
-        known, values = self._answers.get(name, (None, {}))
-        return values if values and known == owner else None
+        return self._answers.get((owner, name)) or None

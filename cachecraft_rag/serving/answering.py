@@ -219,7 +219,8 @@ class Answering:
             captures.hand_over()
             self._forget(captures)
         ids = [segment.segment_id for segment in request.prompt.segments[:-1]]
-        yield Until(lambda: not self.write_back.pending(ids))
+        tenant = request.namespace or self.namespace
+        yield Until(lambda: not self.write_back.pending(ids, namespace=tenant))
 
     def _plan(
         self, request: Request, progress: RequestProgress, early: LoadingPlan | None

@@ -636,7 +636,7 @@ class VLLMEngine(AnswerEngine):
 
     def audit_of(self, request_id: str) -> Audit | None:
         """Same as `Engine.audit_of`; `settle` waits for audits."""
-        return self._backend.audits.results.get(request_id)
+        return self._backend.audits.results.get(request_id, self.namespace)
 
     def _prepared(self, request: Request, asked: Question) -> Request:
         """Add the ratio that a quality target chooses."""

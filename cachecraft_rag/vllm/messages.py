@@ -220,9 +220,12 @@ class Ask:
 def salt_of(session: str | None, client_salt: str, *, tenant: str = "") -> str:
     """Return vLLM's `cache_salt` for a tenant ("": no other than the server's own), a session and a client's own salt.
 
-    "" without all three: such blocks serve everyone.
+    "" without all three: such blocks serve everyone. A client's salt is digested, because a salt that a client can
+    compute would give it the blocks of a session or those with chunks.
     """
-    salt = client_salt if session is None else digest("session salt", session, client_salt)
+    salt = digest("client salt", client_salt) if client_salt else ""
+    if session is not None:
+        salt = digest("session salt", session, client_salt)
     return digest("tenant salt", tenant, salt) if tenant else salt
 
 

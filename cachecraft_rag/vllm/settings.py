@@ -66,6 +66,15 @@ def check_config(config: EngineConfig) -> EngineConfig:
     return replace(config, reuse=replace(config.reuse, **OFF))
 
 
+def check_tenants(endpoint: EndpointSettings, *, stores_responses: bool) -> None:
+    """Raise ConfigError for a server with tenants whose vLLM keeps responses, which it finds by id alone."""
+    if endpoint.tenant_header is not None and stores_responses:
+        raise ConfigError(
+            "stored responses do not keep tenants apart: unset VLLM_ENABLE_RESPONSES_API_STORE, or leave "
+            "tenant_header out"
+        )
+
+
 def _own_config(transfer: TransferConfig | None) -> Mapping[str, Any]:
     """Return the extra config of this package's connector, alone or within `MultiConnector`, as its first connector."""
     if transfer is not None and transfer.kv_connector == CONNECTOR:

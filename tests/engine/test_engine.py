@@ -1070,3 +1070,16 @@ def test_captures_of_an_answer_that_its_reader_closed_are_stored(
         stored = store.rows(RowFilter(chunk_ids=tuple(chunk.chunk_id for chunk in CHUNKS)))
         assert len(stored) == len(CHUNKS), number
         store.evict(down_to_bytes=0)
+
+
+def test_closing_the_engine_of_a_tenant_closes_the_engine(
+    make_engine: MakeEngine, store: ChunkCacheStore
+) -> None:
+    engine = make_engine(new_variants="idle")
+    tenant = engine.for_tenant("acme")
+    ask(tenant)
+    ask(tenant, CHUNKS[::-1])
+    tenant.close()
+    assert not engine.new_variants.busy
+    assert store.before_removal == []
+    engine.close()

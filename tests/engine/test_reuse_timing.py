@@ -63,6 +63,21 @@ def test_measuring_leaves_the_stored_chunks_and_the_count_of_requests_as_they_we
     assert value("cachecraft_requests_total", counted) == 1
 
 
+def test_reuse_is_timed_over_the_chunk_caches_of_the_tenant(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked_up: set[str] = set()
+    find = engine.store.find
+
+    def noting(namespace: str, *given: Any, **how: Any) -> Any:
+        looked_up.add(namespace)
+        return find(namespace, *given, **how)
+
+    monkeypatch.setattr(engine.store, "find", noting)
+    engine.for_tenant("acme").measure_min_prompt_tokens()
+    assert looked_up == {"acme"}
+
+
 def test_a_prompt_is_timed_with_and_without_reuse(engine: Engine) -> None:
     times = engine._timing().times(1024)
     assert times is not None

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from cachecraft_rag.server.ready import announce, first_request
+from cachecraft_rag.server.ready import announce, first_request, ready_text
+from cachecraft_rag.server.settings import EndpointSettings
 
 
 def arguments(**changed: Any) -> Any:
@@ -72,6 +73,19 @@ def test_the_first_request_shows_where_a_key_goes() -> None:
     assert "secret" not in with_key
 
 
+def test_the_first_request_shows_where_a_tenant_goes() -> None:
+    settings = EndpointSettings(tenant_header="X-Tenant", admin_keys=("key",))
+    words = shlex.split(ready_text(arguments(), settings).partition("terminal:")[2])
+    assert words[words.index("X-Tenant: YOUR-TENANT") - 1] == "-H"
+
+
+def test_a_server_that_is_closed_to_administrators_says_so_when_it_is_ready() -> None:
+    closed = ready_text(arguments(), EndpointSettings())
+    assert "primes and evicts for no client: start it with --admin-key-file." in closed
+    for keys in (None, ("key",)):
+        assert "--admin-key-file" not in ready_text(arguments(), EndpointSettings(admin_keys=keys))
+
+
 @pytest.mark.parametrize("note", ["", "prompts are filled layer by layer: of this test"])
 def test_ready_is_logged_once_the_server_accepts_connections(
     note: str, caplog: pytest.LogCaptureFixture, tmp_path: Path
@@ -80,7 +94,7 @@ def test_ready_is_logged_once_the_server_accepts_connections(
     args = arguments(uds=str(tmp_path / "socket"))
 
     async def start() -> None:
-        waiting = asyncio.create_task(announce(args, note=note))
+        waiting = asyncio.create_task(announce(args, EndpointSettings(admin_keys=None), note=note))
         for _ in range(3):
             await asyncio.sleep(0)
         assert not caplog.records

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -9,10 +10,13 @@ import httpx
 import pytest
 
 from cachecraft_rag.client.http import HTTPEngine
+from cachecraft_rag.compute.driver import Until
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.errors import ConfigError, ServerError, UnsupportedCallError
+from cachecraft_rag.server.remembered import Remembered
 from cachecraft_rag.server.settings import EndpointSettings
 from cachecraft_rag.store import ChunkCacheStore
+from cachecraft_rag.types.captures import Capture
 from cachecraft_rag.types.documents import Chunk
 from tests.server.conftest import DOCUMENTS, QUESTION, TEXTS, Served
 
@@ -102,6 +106,35 @@ def test_statistics_are_those_of_the_tenants_own_request(shared: Served) -> None
         assert httpx.get(url, headers=of("bolt", **{"X-Session": "ann"})).status_code == 404
         assert httpx.get(url, headers=of("acme")).status_code == 404
         shared.engine.settle()
+
+
+def test_two_tenants_may_give_their_answers_the_same_id() -> None:
+    remembered = Remembered()
+    for tenant in ("acme", "bolt"):
+        remembered.keep("chatcmpl-1", (tenant, None), {"tenant": tenant})
+    for tenant in ("acme", "bolt"):
+        assert remembered.get("chatcmpl-1", owner=(tenant, None)) == {"tenant": tenant}
+    assert remembered.get("chatcmpl-1", owner=("acme", "ann")) is None
+
+
+def test_a_request_waits_for_no_captures_of_another_tenant(
+    shared: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The wait would say that another tenant has sent the same text."""
+    store = shared.engine.store
+    assert isinstance(store, ChunkCacheStore)
+    put = store.put
+    stored = threading.Event()
+
+    def slow_put(capture: Capture) -> Any:
+        return Until(stored.is_set) if capture.key.namespace == "acme" else put(capture)
+
+    monkeypatch.setattr(store, "put", slow_put)
+    assert reused(shared.chat(documents=DOCUMENTS, headers=of("acme"))) == 0
+    assert reused(shared.chat(documents=DOCUMENTS, headers=of("bolt"))) == 0
+    assert not stored.is_set()
+    stored.set()
+    assert shared.engine.settle(60)
 
 
 def test_an_administrator_primes_and_evicts_for_one_tenant(shared: Served) -> None:

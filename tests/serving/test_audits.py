@@ -516,6 +516,24 @@ def test_text_of_a_session_is_not_written(make_engine: MakeEngine) -> None:
     assert audits_in(engine.store.root)[0].text is None
 
 
+def test_results_and_kept_texts_are_those_of_their_tenant(make_engine: MakeEngine) -> None:
+    engine = make_engine(audit=Audits(1.0, keep_text=True))
+    audits = {}
+    for name in ("acme", "bolt"):
+        tenant = engine.for_tenant(name)
+        ask(tenant, CHUNKS)
+        answer = ask(tenant, MOVED, config=replace(CONFIG, capture=False))
+        audits[name] = audit_of(tenant, answer)
+        assert engine.audit_of(answer.stats.request_id) is None
+    folder = engine.store.root
+    assert {name: audits_in(folder, namespace=name)[0] for name in audits} == audits
+    assert audits_in(folder, namespace=engine.namespace) == []
+    engine.for_tenant("acme").remove(CHUNKS[:1])
+    texts = {name: [audit.text for audit in audits_in(folder, namespace=name)] for name in audits}
+    assert not any(texts["acme"]), "an answer may quote the removed document"
+    assert all(texts["bolt"])
+
+
 def test_a_file_that_cannot_be_used_costs_results_and_no_answer(
     make_engine: MakeEngine, caplog: pytest.LogCaptureFixture
 ) -> None:

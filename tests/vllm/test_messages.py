@@ -102,6 +102,20 @@ def test_salts_differ_wherever_blocks_may_differ() -> None:
     assert replace(ASK, prompt=next_question).cache_salt("default") == ASK.cache_salt("default")
 
 
+def test_no_salt_of_a_client_reaches_the_blocks_of_others() -> None:
+    asks = [
+        replace(ASK, session=None, namespace="acme"),
+        replace(ASK, session="ann"),
+        replace(ASK, session="ann", namespace="acme"),
+    ]
+    salts = {ask.request_salt for ask in asks} | {ask.cache_salt("default") for ask in asks}
+    assert len(salts) == 2 * len(asks)
+    # an unkeyed digest, which clients can compute too
+    forged = {replace(ASK, session=None, client_salt=salt).request_salt for salt in salts}
+    assert not forged & salts
+    assert len(forged) == len(salts)
+
+
 def test_news_of_ranks_are_joined() -> None:
     first, second = (
         StepResult({"r": {"rank": 0}}, frozenset({"a"})),

@@ -34,7 +34,7 @@ from cachecraft_rag.vllm.records import RequestRecord
 from cachecraft_rag.vllm.served_model import VLLMModel
 from cachecraft_rag.vllm.server import launch as server
 from cachecraft_rag.vllm.server.server_engine import ServerEngine
-from cachecraft_rag.vllm.settings import ConnectorSettings, check_config
+from cachecraft_rag.vllm.settings import ConnectorSettings, check_config, check_tenants
 from cachecraft_rag.vllm.versions import require_vllm
 
 # What a client says with each question, or does itself before it asks.
@@ -417,6 +417,14 @@ def test_heads_that_ranks_cannot_divide(
     for wrong in (0, "2", None):
         with pytest.raises(ConfigError, match="tensor_parallel_size is"):
             model.require_ranks(wrong)  # type: ignore[arg-type]
+
+
+def test_a_server_with_tenants_stores_no_responses() -> None:
+    tenants = EndpointSettings(tenant_header="X-Tenant")
+    with pytest.raises(ConfigError, match="VLLM_ENABLE_RESPONSES_API_STORE"):
+        check_tenants(tenants, stores_responses=True)
+    check_tenants(tenants, stores_responses=False)
+    check_tenants(EndpointSettings(), stores_responses=True)
 
 
 @pytest.mark.parametrize("keys", ["secret", ("",), ["secret"], (1,)])

@@ -97,8 +97,8 @@ class WriteBackQueue:
         self._max_bytes = max_bytes
 
         self._guard = threading.Lock()  # for everything below
-        # chunk id → its captures under way; several requests may capture a chunk at once
-        self._pending: dict[str, list[Future[None]]] = {}
+        # (tenant, chunk id) → its captures under way; several requests may capture a chunk at once
+        self._pending: dict[tuple[str, str], list[Future[None]]] = {}
         self._waiting_bytes = 0
         self._closed = False
         # A set is held by the request that may capture, and leaves this one together with the request.
@@ -139,11 +139,12 @@ class WriteBackQueue:
                 continue
 
             job: Future[None] = Future()
+            owned = (context.namespace or self._namespace, chunk_id)
             with self._guard:
-                self._pending.setdefault(chunk_id, []).append(job)
+                self._pending.setdefault(owned, []).append(job)
                 self._waiting_bytes += capture.nbytes
             steps = self.steps(capture, recorder, needed, context=context, computed=computed)
-            ended = partial(self._ended, chunk_id, capture.nbytes, job)
+            ended = partial(self._ended, owned, capture.nbytes, job)
             try:
                 self._start(steps, ended)
             except BaseException as error:  # whatever it is, no request may wait for this capture
@@ -203,10 +204,17 @@ class WriteBackQueue:
         stored: Variant | Unavailable = yield self._store.put(described)
         return stored
 
-    def pending(self, segment_ids: Iterable[str] | None = None) -> frozenset[str]:
-        """Return the ids of the segments with a capture under way, of these segments or by default of all."""
+    def pending(
+        self, segment_ids: Iterable[str] | None = None, *, namespace: str | None = None
+    ) -> frozenset[str]:
+        """Return the ids of the segments with a capture under way, of these segments or by default of all.
+
+        `namespace`: the tenant of the captures; None: all.
+        """
         with self._guard:
-            under_way = frozenset(self._pending)
+            under_way = frozenset(
+                chunk_id for owner, chunk_id in self._pending if namespace in (None, owner)
+            )
         return under_way if segment_ids is None else under_way & frozenset(segment_ids)
 
     @property
@@ -216,8 +224,14 @@ class WriteBackQueue:
 
     def wait_for(self, segment_ids: Iterable[str], timeout: float | None = None) -> bool:
         """Wait until all captures of these segments queued by now have ended; False after `timeout` seconds."""
+        wanted = frozenset(segment_ids)
         with self._guard:
-            jobs = [job for chunk_id in segment_ids for job in self._pending.get(chunk_id, ())]
+            jobs = [
+                job
+                for (_, chunk_id), under_way in self._pending.items()
+                if chunk_id in wanted
+                for job in under_way
+            ]
         return not wait(jobs, timeout).not_done
 
     def close(self) -> None:
@@ -251,12 +265,13 @@ class WriteBackQueue:
 
     def _ended(
         self,
-        chunk_id: str,
+        owned: tuple[str, str],
         nbytes: int,
         job: Future[None],
         _stored: object,
         error: BaseException | None,
     ) -> None:
+        _, chunk_id = owned
         try:
             if error is not None:
                 logger.error(
@@ -268,9 +283,9 @@ class WriteBackQueue:
         finally:
             with self._guard:
                 self._waiting_bytes -= nbytes
-                self._pending[chunk_id].remove(job)
-                if not self._pending[chunk_id]:
-                    del self._pending[chunk_id]
+                self._pending[owned].remove(job)
+                if not self._pending[owned]:
+                    del self._pending[owned]
             job.set_result(None)
 
     def _key(self, capture: RecordedChunk, context: CaptureContext) -> VariantKey:

@@ -266,12 +266,13 @@ class LocalServer:
 
     async def _statistics(self, request: Request) -> Response:
         name = request.path_params["name"]
-        numbers = self._remembered.get(name, owner=self._origin(request).owner)
+        origin = self._origin(request)
+        numbers = self._remembered.get(name, owner=origin.owner)
         if numbers is None:
             raise Refused(
                 404, f"no answer {name} is remembered; the last {MOST_REMEMBERED:,} that ended are"
             )
-        audit = self._engine.audit_of(name.partition("-")[2] or name.removeprefix("resp_"))
+        audit = origin.engine.audit_of(name.partition("-")[2] or name.removeprefix("resp_"))
         audited = None if audit is None else audit.as_dict()
         return Reply({"id": name} | numbers | {"audit": audited})
 

@@ -20,7 +20,7 @@ from cachecraft_rag.model.checkpoint import loading
 from cachecraft_rag.model.fingerprint import snapshot_folder
 from cachecraft_rag.server.local.app import LocalServer
 from cachecraft_rag.server.local.embeddings import Embeddings
-from cachecraft_rag.server.ready import first_request
+from cachecraft_rag.server.ready import ready_text
 from cachecraft_rag.server.settings import EndpointSettings
 from cachecraft_rag.server.wire import LOOPBACK
 from cachecraft_rag.serving.sampling import SamplingParams
@@ -87,7 +87,7 @@ def serve(
                 folder=_folder_of(model),
                 api_keys=api_keys,
                 only_local_names=host in LOOPBACK and not api_keys,
-                ready=lambda: say(_ready(address)),
+                ready=lambda: say(ready_text(address, endpoint)),
             )
             run(server, listening)
 
@@ -102,10 +102,6 @@ def run(server: LocalServer, listening: socket.socket) -> None:
         lifespan="on",
     )
     uvicorn.Server(config).run(sockets=[listening])
-
-
-def _ready(address: Address) -> str:
-    return f"Ready. A question with a document, for another terminal:\n{first_request(address)}"
 
 
 def _folder_of(model: str) -> Path | None:

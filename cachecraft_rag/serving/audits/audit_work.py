@@ -70,8 +70,10 @@ class AuditWork(IdleWork[WaitingAudit[Predicted], Audit], Generic[Predicted]):
         self._unwritten = 0  # results that are being written
 
     @abstractmethod
-    def _write(self, audit: Audit, ended: Callable[[BaseException | None], None]) -> None:
-        """Write a result in the background."""
+    def _write(
+        self, audit: Audit, namespace: str, ended: Callable[[BaseException | None], None]
+    ) -> None:
+        """Write a tenant's result in the background."""
 
     @property
     def config(self) -> Audits:
@@ -155,13 +157,15 @@ class AuditWork(IdleWork[WaitingAudit[Predicted], Audit], Generic[Predicted]):
     def _keep(self, waiting: WaitingAudit[Predicted], audit: Audit) -> None:
         """Keep a result in memory and on disk, count it, and report it."""
         is_private = waiting.request.session is not None
+        namespace = waiting.request.namespace
         with self._changed:
             # `close` needs the lock as well, so it is either before all of this or after it
             if self._closed:
                 return
-            self.results.keep(audit)
+            self.results.keep(audit, namespace)
             self._unwritten += 1
-            self._write(replace(audit, text=None) if is_private else audit, self._written)
+            written = replace(audit, text=None) if is_private else audit
+            self._write(written, namespace, self._written)
 
     def _written(self, error: BaseException | None) -> None:
         if error is not None:

@@ -105,9 +105,11 @@ class Auditor(AuditWork[Predictions]):
         self._shared = None
         super().close()
 
-    def _write(self, audit: Audit, ended: Callable[[BaseException | None], None]) -> None:
+    def _write(
+        self, audit: Audit, namespace: str, ended: Callable[[BaseException | None], None]
+    ) -> None:
         def steps() -> Work[None]:
-            yield self._loop.aside(self.results.write, audit)
+            yield self._loop.aside(self.results.write, audit, namespace)
 
         self._loop.start(
             LoopTask(lambda _: steps(), lambda _none, error: ended(error), Priority.JOB)

@@ -51,7 +51,7 @@ class AuditResults:
     Args:
         config: limits of the audits.
         store: the engine's store; results are kept in a file in its folder.
-        namespace: tenant of the results.
+        namespace: tenant of results whose request names none.
         fingerprint: identity of the model.
         registry: of the metrics.
         target: the quality target that the results steer the recompute ratio to; None without one.
@@ -76,7 +76,8 @@ class AuditResults:
         self._namespace = namespace
         self._fingerprint = fingerprint
         self._lock = threading.Lock()  # guards the results and the controller
-        self._results: OrderedDict[str, Audit] = OrderedDict()
+        # (tenant, request) → result: over vLLM a client may choose the name of its request
+        self._results: OrderedDict[tuple[str, str], Audit] = OrderedDict()
         self._resumed: list[float] = []  # times of the audits that the controller has started from
         self._log_lock = threading.Lock()  # guards the three below
         self._log: AuditLog | None = None
@@ -109,10 +110,10 @@ class AuditResults:
                 newer=sum(created > calibration.created for created in self._resumed),
             )
 
-    def get(self, request_id: str) -> Audit | None:
-        """Return the audit of a request; None: not audited, not yet, or not among this process's last 1,024."""
+    def get(self, request_id: str, namespace: str = "") -> Audit | None:
+        """Return the audit of a tenant's request; None: not audited, not yet, or not of this process's last 1,024."""
         with self._lock:
-            return self._results.get(request_id)
+            return self._results.get((namespace or self._namespace, request_id))
 
     def chosen_ratio(self, asked: ReuseConfig) -> tuple[float, str] | None:
         """Return the ratio that the quality target chooses, and why; None if `asked` sets one or there is no target."""
@@ -128,21 +129,21 @@ class AuditResults:
         config = replace(request.config, recompute_ratio=ratio)
         return replace(request, config=config, quality=reason)
 
-    def keep(self, audit: Audit) -> None:
-        """Keep a result among the last 1,024 in memory, count it, and report it to the controller.
+    def keep(self, audit: Audit, namespace: str = "") -> None:
+        """Keep a tenant's result among the last 1,024 in memory, count it, and report it to the controller.
 
         That takes up only results with a ratio that it chose, and of exact answers only those with ratio 1.
         """
         with self._lock:
-            self._results[audit.request_id] = audit
+            self._results[namespace or self._namespace, audit.request_id] = audit
             if len(self._results) > _REMEMBERED:
                 self._results.popitem(last=False)
             if self.controller is not None and audit.ratio is not None and _concerns_ratio(audit):
                 self.controller.add(audit.ratio, tokens=audit.tokens, agreeing=audit.agreeing_net)
         self._metrics.add(audit)
 
-    def write(self, audit: Audit) -> None:
-        """Write a result to disk; the oldest of this tenant and model beyond `Audits.kept` are removed.
+    def write(self, audit: Audit, namespace: str = "") -> None:
+        """Write a tenant's result to disk; its oldest of this model beyond `Audits.kept` are removed.
 
         A result that cannot be written is lost, with a warning, later ones at level INFO. The file is made again once
         it was deleted. After `close`, and once the store's folder is gone, nothing is written.
@@ -156,7 +157,7 @@ class AuditResults:
                     self._log = None
                 if self._log is None:
                     self._log = AuditLog(self._store.root, kept=self.config.kept)
-                self._log.add(self._namespace, self._fingerprint, audit)
+                self._log.add(namespace or self._namespace, self._fingerprint, audit)
             except (CacheCraftError, OSError) as error:
                 level = logging.INFO if self._has_warned else logging.WARNING
                 self._has_warned = True

@@ -143,10 +143,13 @@ class IdleAudits(AuditWork[PredictedAnswer]):
         self._writer.shut_down()
         self.results.close()
 
-    def _write(self, audit: Audit, ended: Callable[[BaseException | None], None]) -> None:
+    def _write(
+        self, audit: Audit, namespace: str, ended: Callable[[BaseException | None], None]
+    ) -> None:
         # another thread, since the caller may be the event loop of a server
         self._writer.submit(
-            partial(self.results.write, audit), ended=lambda future: ended(future.exception())
+            partial(self.results.write, audit, namespace),
+            ended=lambda future: ended(future.exception()),
         )
 
     def _audit(self, waiting: Waiting) -> Audit | None:

@@ -83,7 +83,7 @@ from cachecraft_rag.vllm.server.unmarked import (
     PlainPrompts,
     SearchingClient,
 )
-from cachecraft_rag.vllm.settings import ConnectorSettings
+from cachecraft_rag.vllm.settings import ConnectorSettings, check_tenants
 
 T = TypeVar("T")
 
@@ -155,7 +155,7 @@ class ChatWithDocuments:
         needs_key = bool(vllm.envs.VLLM_API_KEY)
         # kept here, because the loop holds tasks weakly
         state.cachecraft.announcement = loop.create_task(
-            announce(args, needs_key=needs_key, note=engine.layer_by_layer)
+            announce(args, settings.endpoint, needs_key=needs_key, note=engine.layer_by_layer)
         )
 
 
@@ -171,6 +171,9 @@ def _check_server(engine_client: Any, args: Namespace, settings: ConnectorSettin
         raise ConfigError(
             "statistics of requests are kept in one API server: leave out --api-server-count"
         )
+    check_tenants(
+        settings.endpoint, stores_responses=bool(vllm.envs.VLLM_ENABLE_RESPONSES_API_STORE)
+    )
     beside = connectors_in(engine_client.vllm_config.kv_transfer_config)[1:]
     check_beside(beside, settings.config.reuse, settings.endpoint.client_settings)
 
@@ -497,7 +500,8 @@ async def statistics(name: str, raw_request: Request) -> dict[str, object]:
     Raises HTTPException (404) for an unknown answer, one that is not among the last 1,000, and one of another session.
     """
     endpoint = _endpoint(raw_request)
-    owner = (endpoint.engine_for(raw_request).namespace, endpoint.session(raw_request))
+    engine = endpoint.engine_for(raw_request)
+    owner = (engine.namespace, endpoint.session(raw_request))
     # vLLM numbers the prompts of a response: more than one if the server calls tools itself
     for request_id in (name, f"{name}_0"):
         if (numbers := endpoint.records.get(request_id, owner=owner)) is not None:
@@ -506,7 +510,7 @@ async def statistics(name: str, raw_request: Request) -> dict[str, object]:
         raise HTTPException(
             404, f"no request {name} with documents is remembered; the last 1,000 are"
         )
-    audit = endpoint.engine.audit_of(request_id)
+    audit = engine.audit_of(request_id)
     return numbers | {"audit": None if audit is None else audit.as_dict()}
 
 

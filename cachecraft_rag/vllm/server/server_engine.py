@@ -168,7 +168,7 @@ class ServerEngine(AnswerEngine):
 
     def audit_of(self, request_id: str) -> Audit | None:
         """Same as `VLLMEngine.audit_of`."""
-        return self._backend.audits.results.get(request_id)
+        return self._backend.audits.results.get(request_id, self.namespace)
 
     def ended(self, record: RequestRecord) -> None:
         """Count and log a request that has ended; its new variants and its audit then wait for idle time."""

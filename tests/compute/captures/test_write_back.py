@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +179,20 @@ def test_two_captures_of_one_chunk_are_both_waited_for(
     assert queue.wait_for(NAMES, timeout=60)
     assert queue.pending() == frozenset()
     queue.close()
+
+
+def test_captures_of_one_tenant_are_under_way_for_no_other(
+    queue: WriteBackQueue, background: Background, output: PrefillResult
+) -> None:
+    with background.lock:  # nothing can be described meanwhile
+        of_acme = replace(context(), namespace="acme")
+        queue.submit(output.recorder, output.buffer.kv[:, 0], of_acme)
+        assert queue.pending(NAMES, namespace="bolt") == frozenset()
+        assert queue.pending(NAMES, namespace="default") == frozenset()
+        assert queue.pending(NAMES, namespace="acme") == queue.pending() == set(NAMES)
+        assert not queue.wait_for(NAMES, timeout=0), "removal waits for those of all tenants"
+    assert queue.wait_for(NAMES, timeout=60)
+    assert queue.pending(namespace="acme") == frozenset()
 
 
 def test_a_capture_that_fails_is_logged_and_nobody_waits_for_it_forever(
