@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+pytest.importorskip("vllm")
+
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.types.digests import digest

@@ -9,6 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
+pytest.importorskip("vllm")
+
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.types.documents import Chunk
 from tests.vllm.conftest import TEXTS

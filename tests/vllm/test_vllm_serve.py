@@ -13,6 +13,8 @@ from typing import Any
 import httpx
 import pytest
 
+pytest.importorskip("vllm")
+
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.types.documents import Chunk
 from cachecraft_rag.vllm.settings import ConnectorSettings
