@@ -14,6 +14,7 @@ from typing import Any
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.server.settings import ClientSettings
+from cachecraft_rag.vllm.plugin import CONNECTOR
 
 MULTI = "MultiConnector"
 Connector = Mapping[str, object]  # the fields of one `KVTransferConfig`
@@ -43,7 +44,11 @@ def connectors_in(given: Any) -> list[Connector]:
 def check_beside(
     connectors: Sequence[Connector], reuse: ReuseConfig, client_settings: ClientSettings
 ) -> None:
-    """Raise ConfigError for a connector that would serve approximate blocks to other requests."""
+    """Raise ConfigError for a connector that would serve approximate blocks to other requests, and for our own."""
+    if any(connector.get("kv_connector") == CONNECTOR for connector in connectors):
+        raise ConfigError(
+            f"--kv-transfer-config: {CONNECTOR} is there already: name only connectors to run beside it"
+        )
     is_exact = reuse.fixed_ratio == 1.0 and reuse.method.early_termination != "published"
     if is_exact and client_settings == "none":
         return

@@ -261,13 +261,14 @@ class Records:
         """Start without requests; `ended` is called once for each request, when it has ended."""
         self.model = model
         self._count_ended = ended
-        self._under_way: dict[str, RequestRecord] = {}
+        self._under_way: dict[tuple[Owner, str], RequestRecord] = {}
         self._named: dict[str, RequestRecord] = {}
         self._ended = Remembered()
 
     def begin(self, name: str, record: RequestRecord) -> None:
-        """Add a request that is handed to vLLM under vLLM's id `name`; it replaces one under way with that name."""
-        self._under_way[name] = self._named[record.name] = record
+        """Add a request that is handed to vLLM under vLLM's id `name`; it replaces its owner's with that name."""
+        self._under_way[record.request.owner, name] = record
+        self._named[record.name] = record
 
     def take(self, name: str, report: FillReport) -> None:
         """Take the report of a request whose prompt is filled, by `Ask.name`; does nothing for an unknown name."""
@@ -287,18 +288,20 @@ class Records:
             self._count_ended(record)
             if record.trace is not None:
                 record.trace.end(record.stats(), record.error)
-        if self._under_way.get(name) is record:  # a client may give two requests the same name
-            del self._under_way[name]
-        self._ended.keep(name, record.request.owner, record.as_dict())
+        owner = record.request.owner
+        if (
+            self._under_way.get((owner, name)) is record
+        ):  # a client may give two requests the same name
+            del self._under_way[owner, name]
+        self._ended.keep(name, owner, record.as_dict())
 
     def get(self, name: str, *, owner: Owner) -> dict[str, object] | None:
         """Return the statistics of a request so far: `RequestRecord.as_dict`, and its name as "id".
 
         None if it is unknown, not among the last 1,000, or of another tenant or session, see `Request.owner`.
         """
-        numbers = self._ended.get(name, owner=owner)
-        if (record := self._under_way.get(name)) is not None:
-            numbers = record.as_dict() if record.request.owner == owner else None
+        record = self._under_way.get((owner, name))
+        numbers = self._ended.get(name, owner=owner) if record is None else record.as_dict()
         return {"id": name} | numbers if numbers else None
 
 

@@ -516,6 +516,24 @@ def test_text_of_a_session_is_not_written(make_engine: MakeEngine) -> None:
     assert audits_in(engine.store.root)[0].text is None
 
 
+def test_no_audit_says_that_another_tenant_asked_the_same(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine()
+    tenants = [engine.for_tenant(name) for name in ("acme", "bolt")]
+    config = replace(CONFIG, capture=False)
+    for tenant in tenants:
+        ask(tenant, CHUNKS)
+    is_held = True
+    monkeypatch.setattr(engine.auditor, "captures_pending", lambda: is_held)
+    answers = [ask(tenant, MOVED, config=config, settle=False) for tenant in tenants]
+    is_held = False
+    engine.loop.wake()
+    assert engine.settle(60)
+    audits = [audit_of(*pair) for pair in zip(tenants, answers, strict=True)]
+    assert audits[0].computed_tokens == audits[1].computed_tokens > audits[0].tokens
+
+
 def test_results_and_kept_texts_are_those_of_their_tenant(make_engine: MakeEngine) -> None:
     engine = make_engine(audit=Audits(1.0, keep_text=True))
     audits = {}

@@ -258,6 +258,23 @@ def test_a_request_is_traced_and_vllms_span_belongs_to_it(monkeypatch: pytest.Mo
     assert f"{ended[0].context.trace_id:032x}" == client_trace
 
 
+def test_a_request_of_another_tenant_with_the_same_id_hides_no_statistics() -> None:
+    def record_of(tenant: str) -> RequestRecord:
+        request = Request(PROMPT, ReuseConfig(), SamplingParams(), None, 0.0, namespace=tenant)
+        return RequestRecord(request, LAYERS, name=tenant)
+
+    records = Records(lambda _: None)
+    ended = record_of("acme")
+    records.begin("chatcmpl-1", ended)
+    under_way = record_of("bolt")
+    records.begin("chatcmpl-1", under_way)
+    assert records.get("chatcmpl-1", owner=("acme", None)) is not None
+    records.end("chatcmpl-1", ended)
+    for owner in (("acme", None), ("bolt", None)):
+        assert records.get("chatcmpl-1", owner=owner) is not None
+    assert records.get("chatcmpl-1", owner=("cobalt", None)) is None
+
+
 @pytest.mark.parametrize("remark", ["", "nothing was captured: alpha would shape chunk-caches"])
 def test_the_note_says_why_vllm_computed_a_request(remark: str) -> None:
     record = RequestRecord(

@@ -28,6 +28,7 @@ from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store import ChunkCacheStore, StoreConfig
 from cachecraft_rag.store.config import StoreTuning
 from cachecraft_rag.types.documents import Chunk
+from cachecraft_rag.vllm.beside import check_beside
 from cachecraft_rag.vllm.engine import VLLMEngine
 from cachecraft_rag.vllm.plugin import register
 from cachecraft_rag.vllm.records import RequestRecord
@@ -417,6 +418,17 @@ def test_heads_that_ranks_cannot_divide(
     for wrong in (0, "2", None):
         with pytest.raises(ConfigError, match="tensor_parallel_size is"):
             model.require_ranks(wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("reuse", "client_settings"),
+    [(ReuseConfig(), "safe"), (ReuseConfig(recompute_ratio=1.0), "none")],
+)
+def test_our_own_connector_is_not_named_a_second_time(
+    reuse: ReuseConfig, client_settings: Any
+) -> None:
+    with pytest.raises(ConfigError, match="CacheCraftConnector is there already"):
+        check_beside([{"kv_connector": "CacheCraftConnector"}], reuse, client_settings)
 
 
 def test_a_server_with_tenants_stores_no_responses() -> None:

@@ -22,6 +22,7 @@ from cachecraft_rag.compute.kv_buffer import KVBuffer
 from cachecraft_rag.compute.overlapped import OverlappedPrefill
 from cachecraft_rag.compute.resolve import Resolved, resolve
 from cachecraft_rag.model.decoder import Decoder
+from cachecraft_rag.planning.candidates import Owner
 from cachecraft_rag.serving.answer_text import AnswerText
 from cachecraft_rag.serving.audits.audit import Audit, AuditText
 from cachecraft_rag.serving.audits.audit_work import AuditWork, WaitingAudit
@@ -47,6 +48,7 @@ Waiting = WaitingAudit[Predictions]
 class FullPrefill:
     """The prompt of an audit, computed exactly.
 
+    owner     tenant and session of its request, see `Request.owner`
     prompt    the prompt
     logits    `[vocabulary]` of its last token
     buffer    its keys and values, with room for the answer
@@ -54,6 +56,7 @@ class FullPrefill:
     computed  tokens that were computed
     """
 
+    owner: Owner
     prompt: Prompt
     logits: Tensor
     buffer: KVBuffer
@@ -159,7 +162,9 @@ class Auditor(AuditWork[Predictions]):
             resolved.close()
         logits = self._decoder.next_logits(result.hidden)
         computed = result.row_layers // self._decoder.layout.layers
-        return FullPrefill(request.prompt, logits, result.buffer, most_tokens, computed)
+        return FullPrefill(
+            request.owner, request.prompt, logits, result.buffer, most_tokens, computed
+        )
 
     def _plan(self, request: Request, answer_tokens: int) -> tuple[Resolved, PendingLoads]:
         """Plan an exact prefill, and begin to load what is stored after the same prefix."""
@@ -262,9 +267,13 @@ def _common_beginning(text: str, other_text: str) -> str:
 
 
 def _fits(waiting: Waiting, full: FullPrefill) -> bool:
-    """Return True if this is the full prefill of an answer's prompt, with enough room for the answer."""
-    is_same = _digests(waiting.request.prompt) == _digests(full.prompt)
-    return is_same and _most_tokens(waiting) <= full.room
+    """Return True if this is the full prefill of an answer's prompt, with enough room for the answer.
+
+    The owner must be the same, too: an audit's `computed_tokens` would say that another one asked the same.
+    """
+    request = waiting.request
+    is_same = _digests(request.prompt) == _digests(full.prompt)
+    return request.owner == full.owner and is_same and _most_tokens(waiting) <= full.room
 
 
 def _most_tokens(waiting: Waiting) -> int:
