@@ -118,7 +118,7 @@ class AuditWork(IdleWork[WaitingAudit[Predicted], Audit], Generic[Predicted]):
         dropped and counted, as is an answer with a removed chunk. Without `predicted` (see `recorder`) nothing is
         audited.
         """
-        if predicted is None or not tokens or self._closed:
+        if predicted is None or not tokens:
             return
         if any(segment.segment_id in progress.removed for segment in request.prompt.segments):
             self.results.drop(AuditDrop.REMOVED)
@@ -131,7 +131,7 @@ class AuditWork(IdleWork[WaitingAudit[Predicted], Audit], Generic[Predicted]):
             self._keep(waiting, self._audit_of_exact(waiting))
             return
         with self._changed:
-            if self._closed:  # meanwhile, by another thread
+            if self._closed:
                 return
             self._waiting.append(waiting)
             if len(self._waiting) > self.config.waiting:
