@@ -8,9 +8,11 @@ A rule is a function of a row and the present time, both times in seconds since 
     ChunkCacheStore.open("chunk-caches/", rules=[unused_for_a_week])
 
 The store applies its rules to every row when it is opened, and then at most every `SECONDS_BETWEEN_RUNS`, in the
-background, when it writes captures or uses. A chunk-cache that a rule evicts leaves the disk and this process's memory,
-and counts as `EvictionReason.RULE`; copies on a remote stay. To make a rule a setting, add a field and its check to
-`StoreConfig`, the rule to those of `ChunkCacheStore.__init__`, and the name to `ENGINE_KEYS` in `cli/options.py`.
+background, when it writes captures or uses; other writes wait for the end of the run. An error that a rule raises then
+is logged, and the run evicts nothing; at the opening it is raised. A chunk-cache that a rule evicts leaves the disk and
+this process's memory, and counts as `EvictionReason.RULE`; copies on a remote stay. A read-only store applies no rules.
+To make a rule a setting, add a field and its check to `StoreConfig`, the rule to those of `ChunkCacheStore.__init__`,
+and the name to `ENGINE_KEYS` in `cli/options.py`.
 """
 
 from __future__ import annotations
