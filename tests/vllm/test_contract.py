@@ -394,6 +394,7 @@ def test_settings_that_are_refused_have_these_names() -> None:
         "SlidingWindowSpec",
     }
     assert "VLLM_LOG_STATS_INTERVAL" in envs.environment_variables
+    assert "VLLM_ENABLE_RESPONSES_API_STORE" in envs.environment_variables
     assert {
         "disable_log_stats",
         "max_num_queued_reqs",
