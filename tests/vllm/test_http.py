@@ -784,7 +784,7 @@ def test_after_kill_9_the_next_server_reuses_from_disk(
     before = server.chat(documents([3, 2, 1]), QUESTIONS[1])
     assert before.status_code == 200
     server.settles()
-    with HTTPEngine.connect(server.url) as engine:
+    with HTTPEngine.connect(server.url, admin_key=ADMIN) as engine:
         missing = engine.primer().missing(chunks([1]))
         question = next(asked for asked in QUESTIONS if has_long_answer(engine, asked))
         stream = engine.stream(question, chunks([0]), sampling=SamplingParams(max_new_tokens=LONG))
