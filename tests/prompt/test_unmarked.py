@@ -503,7 +503,7 @@ def test_a_passage_that_occurs_twice_does_not_spoil_the_candidates_of_those_afte
         prompt,
         make_plan(prompt, {}, CONFIG),
         None,
-        (),
+        ("namespace", "fingerprint"),
         stand_in=Segment("chunk", "stand-in", (4,) * 60),
     )
     assert len(found) == 3  # the two passages, and the prompt up to the repeated one

@@ -12,6 +12,7 @@ import torch
 from benchmarks.late_device import DeviceTensor, installed
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.types.kv_layout import KVLayout
+from cachecraft_rag.vllm.plugin import CONNECTOR
 from cachecraft_rag.vllm.served_model import ModelIdentity
 from cachecraft_rag.vllm.settings import ConnectorSettings
 from cachecraft_rag.vllm.worker import fill_memory
@@ -32,7 +33,7 @@ def vllm_config(*, longest: int, ranks: int = 1, started_here: bool = True) -> A
     return SimpleNamespace(
         parallel_config=SimpleNamespace(tensor_parallel_size=ranks),
         model_config=SimpleNamespace(max_model_len=longest, hf_text_config=CONFIG),
-        kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra),
+        kv_transfer_config=SimpleNamespace(kv_connector=CONNECTOR, kv_connector_extra_config=extra),
     )
 
 

@@ -45,7 +45,7 @@ def shown_url(url: str) -> str:
     """Return a URL for messages and logs: "***@" for user and password, and "?***" for all that follows ? or #.
 
     Host, port and path are kept. A URL that cannot be divided safely is "scheme:***", and one of an unknown scheme
-    (also one in capitals) is "***": after a typo, a password may be anywhere.
+    (also one in capitals) is "***": after a typo, a password may be anywhere, also after an @ that begins it.
 
     >>> shown_url("redis://me:sec'ret@host:6379/0?password=secret")
     'redis://***@host:6379/0?***'
@@ -56,8 +56,11 @@ def shown_url(url: str) -> str:
     if not colon or scheme not in REDIS_SCHEMES | OBJECT_SCHEMES:
         return "***"
     parts = _PARTS.fullmatch(rest)
-    if parts is None or (
-        scheme in REDIS_SCHEMES - {"unix"} and not re.fullmatch(r"(/[0-9]*)?", parts["path"])
+    is_open = parts is not None and (parts["user"] or "").endswith(":")
+    if (
+        parts is None
+        or is_open
+        or (scheme in REDIS_SCHEMES - {"unix"} and not re.fullmatch(r"(/[0-9]*)?", parts["path"]))
     ):
         return f"{scheme}:***"
     user = "***@" if parts["user"] else ""

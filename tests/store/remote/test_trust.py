@@ -612,6 +612,11 @@ def test_no_secret_of_a_url_is_shown_anywhere(
     caplog.clear()
 
 
+def test_a_password_that_begins_with_an_at_sign_is_not_shown_as_the_host() -> None:
+    assert shown_url("redis://host:@secret") == "redis:***"
+    assert shown_url("s3://me:@secret/path") == "s3:***"
+
+
 def test_typos_of_every_kind_are_refused_without_the_password() -> None:
     for url in (
         "redis:/:secret@host",
