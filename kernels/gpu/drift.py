@@ -18,9 +18,8 @@ from cachecraft_rag.kernels.gpu.launch import ceil_div, device_of
 from cachecraft_rag.kernels.gpu.rope import halves, turned, turned_back
 
 _ROWS = 32  # token-head pairs of one program
-_CHANGED_ROWS = (
-    32  # rows that a program of the mean change reads at a time; with more, registers are spilled
-)
+# Rows that a program of the mean change reads at a time; with more, registers are spilled.
+_CHANGED_ROWS = 32
 
 
 def owners(
@@ -46,25 +45,18 @@ def owners(
 
 
 @triton.jit
-def _of_part(
-    keys,
-    values,
-    part,
-    row,
-    head,
-    dims,
-    inside,
-    key_row,
-    key_head,
-    value_row,
-    value_head,
-):
-    """Load keys for part 0 and values for part 1, float32, at these rows and dimensions."""
-    at_key = row * key_row + head * key_head
-    at_value = row * value_row + head * value_head
-    key = tl.load(keys + at_key[:, None] + dims, mask=inside & (part == 0), other=0.0)
-    value = tl.load(values + at_value[:, None] + dims, mask=inside & (part == 1), other=0.0)
+def _of_part(keys, values, at_key, at_value, part, dims, inside):
+    """Load keys for part 0 and values for part 1, float32 `[rows, dims]`, of heads that begin at `[rows, 1]`."""
+    key = tl.load(keys + (at_key + dims), mask=inside & (part == 0), other=0.0)
+    value = tl.load(values + (at_value + dims), mask=inside & (part == 1), other=0.0)
     return key.to(tl.float32) + value.to(tl.float32)
+
+
+@triton.jit
+def _change(keys, values, at_key, at_value, stored, part, dims, inside):
+    """Return computed less stored numbers, float32 `[rows, dims]`; arguments as in `_of_part`."""
+    before = tl.load(stored + dims, mask=inside, other=0.0).to(tl.float32)
+    return _of_part(keys, values, at_key, at_value, part, dims, inside) - before
 
 
 @triton.jit(do_not_specialize_on_alignment=["rows", "positions", "edges"])
@@ -111,23 +103,11 @@ def _mean_change(
         position = tl.load(positions + at, mask=live, other=0).to(tl.int64)
         stored = merged + part.to(tl.int64) * merged_part
         stored += ((position * kv_heads + head) * HEAD_DIM)[:, None]
+        at_key = (row * key_row + head * key_head)[:, None]
+        at_value = (row * value_row + head * value_head)[:, None]
         inside = live[:, None] & (half < HALF)
-        change_1 = _of_part(
-            keys, values, part, row, head, half, inside, key_row, key_head, value_row, value_head
-        ) - tl.load(stored + half, mask=inside, other=0.0).to(tl.float32)
-        change_2 = _of_part(
-            keys,
-            values,
-            part,
-            row,
-            head,
-            half + HALF,
-            inside,
-            key_row,
-            key_head,
-            value_row,
-            value_head,
-        ) - tl.load(stored + half + HALF, mask=inside, other=0.0).to(tl.float32)
+        change_1 = _change(keys, values, at_key, at_value, stored, part, half, inside)
+        change_2 = _change(keys, values, at_key, at_value, stored, part, half + HALF, inside)
         if part == 0:  # of raw keys: those of different positions can be compared
             change_1, change_2 = turned_back(
                 change_1, change_2, cos, sin, position, inside, rotary, HALF, BLOCK_HALF
@@ -136,19 +116,7 @@ def _mean_change(
         sum_2 += tl.sum(change_2, 0)
         if REST > 0:
             inside = live[:, None] & (rest < HEAD_DIM)[None, :]
-            change = _of_part(
-                keys,
-                values,
-                part,
-                row,
-                head,
-                rest[None, :],
-                inside,
-                key_row,
-                key_head,
-                value_row,
-                value_head,
-            ) - tl.load(stored + rest[None, :], mask=inside, other=0.0).to(tl.float32)
+            change = _change(keys, values, at_key, at_value, stored, part, rest[None, :], inside)
             sum_rest += tl.sum(change, 0)
     scale = strength / (last - first).to(tl.float32)
     target = shifts + ((chunk * 2 + part) * kv_heads + head) * HEAD_DIM
@@ -242,6 +210,8 @@ def _write_rows(
     stale = owned >= 0
     written = owned < -1
     row = tl.where(written, -2 - owned, 0).to(tl.int64)
+    at_key = (row * key_row + head * key_head)[:, None]
+    at_value = (row * value_row + head * value_head)[:, None]
     source = shifts + (((tl.maximum(owned, 0) * 2 + part) * kv_heads + head) * HEAD_DIM)[:, None]
     target = merged + part.to(tl.int64) * merged_part + (pair.to(tl.int64) * HEAD_DIM)[:, None]
     kind = merged.dtype.element_ty
@@ -256,12 +226,8 @@ def _write_rows(
     second += tl.load(target + half + HALF, mask=inside, other=0.0).to(tl.float32)
     # zeros where the row is not written, and the other way round
     inside = written[:, None] & within
-    first += _of_part(
-        keys, values, part, row, head, half, inside, key_row, key_head, value_row, value_head
-    )
-    second += _of_part(
-        keys, values, part, row, head, half + HALF, inside, key_row, key_head, value_row, value_head
-    )
+    first += _of_part(keys, values, at_key, at_value, part, half, inside)
+    second += _of_part(keys, values, at_key, at_value, part, half + HALF, inside)
     inside = (stale | written)[:, None] & within
     tl.store(target + half, first.to(kind), inside)
     tl.store(target + half + HALF, second.to(kind), inside)
@@ -272,9 +238,7 @@ def _write_rows(
         moved = tl.load(source + rest, mask=inside, other=0.0).to(tl.float32)
         moved += tl.load(target + rest, mask=inside, other=0.0).to(tl.float32)
         inside = written[:, None] & within
-        moved += _of_part(
-            keys, values, part, row, head, rest, inside, key_row, key_head, value_row, value_head
-        )
+        moved += _of_part(keys, values, at_key, at_value, part, rest, inside)
         tl.store(target + rest, moved.to(kind), (stale | written)[:, None] & within)
 
 

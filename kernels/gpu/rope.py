@@ -15,6 +15,18 @@ _ROWS = 16  # token-head pairs of one program
 
 
 @triton.jit
+def _angles(cos, sin, at, inside, rotary, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr):
+    """Load cos and sin of both halves, float32 `[rows, BLOCK_HALF]`; outside, those of position 0."""
+    half = tl.arange(0, BLOCK_HALF)
+    place = at.to(tl.int64)[:, None] * rotary + half[None, :]
+    cos_1 = tl.load(cos + place, mask=inside, other=1.0).to(tl.float32)
+    sin_1 = tl.load(sin + place, mask=inside, other=0.0).to(tl.float32)
+    cos_2 = tl.load(cos + place + HALF, mask=inside, other=1.0).to(tl.float32)
+    sin_2 = tl.load(sin + place + HALF, mask=inside, other=0.0).to(tl.float32)
+    return cos_1, sin_1, cos_2, sin_2
+
+
+@triton.jit
 def turned(
     first, second, cos, sin, at, inside, rotary, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr
 ):
@@ -31,12 +43,7 @@ def turned(
         HALF: half of them.
         BLOCK_HALF: HALF rounded up to a power of two.
     """
-    half = tl.arange(0, BLOCK_HALF)
-    place = at.to(tl.int64)[:, None] * rotary + half[None, :]
-    cos_1 = tl.load(cos + place, mask=inside, other=0.0).to(tl.float32)
-    sin_1 = tl.load(sin + place, mask=inside, other=0.0).to(tl.float32)
-    cos_2 = tl.load(cos + place + HALF, mask=inside, other=0.0).to(tl.float32)
-    sin_2 = tl.load(sin + place + HALF, mask=inside, other=0.0).to(tl.float32)
+    cos_1, sin_1, cos_2, sin_2 = _angles(cos, sin, at, inside, rotary, HALF, BLOCK_HALF)
     return first * cos_1 - second * sin_1, second * cos_2 + first * sin_2
 
 
@@ -45,12 +52,7 @@ def turned_back(
     first, second, cos, sin, at, inside, rotary, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr
 ):
     """Undo `turned`; some rope scalings also stretch, which is undone too."""
-    half = tl.arange(0, BLOCK_HALF)
-    place = at.to(tl.int64)[:, None] * rotary + half[None, :]
-    cos_1 = tl.load(cos + place, mask=inside, other=1.0).to(tl.float32)
-    sin_1 = tl.load(sin + place, mask=inside, other=0.0).to(tl.float32)
-    cos_2 = tl.load(cos + place + HALF, mask=inside, other=1.0).to(tl.float32)
-    sin_2 = tl.load(sin + place + HALF, mask=inside, other=0.0).to(tl.float32)
+    cos_1, sin_1, cos_2, sin_2 = _angles(cos, sin, at, inside, rotary, HALF, BLOCK_HALF)
     length_1 = cos_1 * cos_1 + sin_1 * sin_1
     length_2 = cos_2 * cos_2 + sin_2 * sin_2
     return (
