@@ -381,14 +381,13 @@ def attend(
         splits: number of programs that share a tile's keys; None = as many as fill the device. Ignored if there are
             more than 128 segments, which need several launches.
         tiling: size of the tiles; None = chosen by head_dim and dtype.
-        out: where to write the output, contiguous, in the form of `q`; None = a new tensor. Not with more than 128
-            segments.
+        out: where to write the output, contiguous, in the form of `q`; None = a new tensor. Not used without `v`.
 
     Returns:
         Output and mass, see `Attended`: without `v` there is no output, and without `bounds` no mass. A row that sees
             no key has an output and a mass of zeros.
     """
-    rows, heads, head_dim = q.shape
+    rows, heads, _ = q.shape
     kv_heads = check_attention(q, k, v, visible)
     check_sinks(sinks, heads)
     segments = 0 if bounds is None else bounds.shape[-1] - 1
@@ -407,6 +406,7 @@ def attend(
             sinks=sinks,
             bounds=bounds,
             tiling=tiling,
+            out=out,
         )
     group = heads // kv_heads
     absent = absent_mask(visible, k.shape[0])
@@ -416,17 +416,9 @@ def attend(
     )
     tiles = ceil_div(rows * group, tiling.rows)
     splits = splits or tiling.splits(q.device, programs=tiles * kv_heads, keys=k.shape[0])
-    lse = torch.empty(splits, rows, heads, dtype=torch.float32, device=q.device)
-    kind = q.dtype if splits == 1 else torch.float32
-    parts = None
-    if out is not None and splits == 1:
-        parts = out[None]
-    elif v is not None:
-        parts = q.new_empty(splits, rows, heads, head_dim, dtype=kind)
-    mass = (
-        None
-        if bounds is None
-        else torch.empty(splits, rows, heads, segments, dtype=torch.float32, device=q.device)
+    out = None if v is None else out
+    parts, lse, mass = _new_results(
+        q, splits, out, has_values=v is not None, segments=None if bounds is None else segments
     )
     values = k if v is None else v
     with device_of(q):
@@ -460,6 +452,24 @@ def attend(
         )
     attended, lse, mass = combine(parts, lse, mass, dtype=q.dtype, out=out)
     return Attended(attended, lse, None if mass is None else mass.mean(1))
+
+
+def _new_results(
+    q: Tensor, splits: int, out: Tensor | None, *, has_values: bool, segments: int | None
+) -> tuple[Tensor | None, Tensor, Tensor | None]:
+    """Return room for output, lse and mass of each split, as `combine` takes them; a single split writes to `out`."""
+    rows, heads, head_dim = q.shape
+    parts = None
+    if out is not None and splits == 1:
+        parts = out[None]
+    elif has_values:
+        kind = q.dtype if splits == 1 else torch.float32
+        parts = q.new_empty(splits, rows, heads, head_dim, dtype=kind)
+    lse = q.new_empty(splits, rows, heads, dtype=torch.float32)
+    mass = None
+    if segments is not None:
+        mass = q.new_empty(splits, rows, heads, segments, dtype=torch.float32)
+    return parts, lse, mass
 
 
 def _in_parts(

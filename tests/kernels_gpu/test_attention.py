@@ -194,6 +194,18 @@ def test_the_output_is_written_to_the_given_tensor(splits: int) -> None:
     assert room[[0, -1]].isnan().all()
 
 
+def test_the_output_of_several_launches_is_written_to_the_given_tensor() -> None:
+    case = {"positions": [0, 100, 299], "keys": 300, "heads": 2, "kv_heads": 1}
+    q, k, v, visible = tensors(case, torch.float32, 16)
+    bounds = torch.arange(0, 301, 2, device=DEVICE)
+    assert len(bounds) > MOST_SEGMENTS + 1
+    room = torch.full_like(q, torch.nan)
+    written = attend(q, k, v, visible, scale=0.3, bounds=bounds, out=room).out
+    assert written is not None
+    assert written.data_ptr() == room.data_ptr()
+    assert torch.equal(room, attend(q, k, v, visible, scale=0.3, bounds=bounds).out)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_output_that_the_kernel_cannot_write_is_copied(dtype: torch.dtype) -> None:
     """Views with gaps, and other dtypes."""
