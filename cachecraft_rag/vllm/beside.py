@@ -19,7 +19,7 @@ from cachecraft_rag.vllm.plugin import CONNECTOR
 MULTI = "MultiConnector"
 Connector = Mapping[str, object]  # the fields of one `KVTransferConfig`
 
-# By vLLM's hashes of blocks, or for one request that names the other server.
+# Connectors that find blocks by vLLM's hashes, or only for a request that names the other server.
 _DIVIDED = (
     "MooncakeConnector",
     "MooncakeStoreConnector",

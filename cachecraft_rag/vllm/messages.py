@@ -298,7 +298,7 @@ class Fill:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What the workers report after a step.
+    """Results of a step: the workers' report to the scheduler.
 
     reports    request → its report, see `filling.Filling.report`
     capturing  segments that are being captured; None: unchanged

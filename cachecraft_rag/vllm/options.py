@@ -288,7 +288,7 @@ def _method_of(config: SpeculativeConfig | None) -> str:
 
 
 def _drafting(values: Mapping[str, object]) -> str:
-    """Return the method of speculative decoding that vLLM will take; if only a model is named, `_DRAFT_MODEL`."""
+    """Return the method of speculative decoding, "" if it is off. A model without a method means `_DRAFT_MODEL`."""
     config = values.get("speculative_config")
     given = {} if config in _NOTHING else _parts(config)
     method = values.get("spec_method") or given.get("method")

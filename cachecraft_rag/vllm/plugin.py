@@ -83,7 +83,8 @@ def register() -> None:
     os.environ.setdefault(SEAL_KEY, secrets.token_hex(16))
     try:
         _register()
-    except Exception:  # see above
+    # whatever vLLM's modules raise: plain `vllm serve` must go on
+    except Exception:
         logger.exception(
             "Registering with vLLM %s failed: chunk-caches cannot be used", vllm.__version__
         )

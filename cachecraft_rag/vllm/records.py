@@ -289,9 +289,8 @@ class Records:
             if record.trace is not None:
                 record.trace.end(record.stats(), record.error)
         owner = record.request.owner
-        if (
-            self._under_way.get((owner, name)) is record
-        ):  # a client may give two requests the same name
+        # a client may give two requests the same name
+        if self._under_way.get((owner, name)) is record:
             del self._under_way[owner, name]
         self._ended.keep(name, owner, record.as_dict())
 

@@ -27,11 +27,11 @@ TOKENS = 24  # least tokens of each of the three segments, which are also longer
 LEAST = 8  # segments shorter than this prove nothing
 # Largest difference of log-probabilities that rounding explains, by dtype.
 TOLERANCE = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.3}
-# What rounding keys and values to FP8 adds to it, by the form of the numbers: vLLM's own prefill attends to rounded
-# ones, our passes do not.
+# Tolerance added for a KV cache in FP8, by the form of its numbers: vLLM's own prefill attends to rounded keys and
+# values, our passes do not.
 CACHE_TOLERANCE = {"fp8_e4m3": 0.5, "fp8_e5m2": 1.0}
-# Part of that which a few numbers make that round another way.
-_OTHER_WAY = 0.1
+# Fraction of `CACHE_TOLERANCE` allowed between our passes and reuse: both are rounded, few numbers differently.
+_BOTH_ROUNDED = 0.1
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ def self_check(
     reused = predict(Ask(prompt, ReuseConfig(capture=False, method=ReuseMethod(loading="whole"))))
     # with rounded keys and values, reuse is compared with our passes, which is stricter
     reference = _likelier_half(computed.logprobs) if rounding else plain
-    tolerance = TOLERANCE[dtype] + _OTHER_WAY * rounding
+    tolerance = TOLERANCE[dtype] + _BOTH_ROUNDED * rounding
     taken = prompt.bounds[-2]
     largest = max(largest, compare("reused from chunk-caches", reused, taken, reference, tolerance))
     seconds = time.perf_counter() - began

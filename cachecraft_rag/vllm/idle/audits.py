@@ -23,9 +23,8 @@ from cachecraft_rag.vllm.calls import TokenLogprob
 from cachecraft_rag.vllm.idle.threads import ThreadRunner
 from cachecraft_rag.vllm.options import VLLMConfig
 
-KEPT = (
-    16  # likeliest tokens whose probabilities are compared at each place; vLLM allows 20 by default
-)
+# Likeliest tokens whose probabilities are compared at each place; vLLM allows 20 by default.
+KEPT = 16
 # Tokens of an answer that are audited. vLLM computes them in one step and holds `[tokens, vocabulary]` numbers. Its own
 # reserve of memory is for that many requests.
 MOST_TOKENS = 256

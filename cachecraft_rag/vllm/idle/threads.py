@@ -45,6 +45,7 @@ class ThreadRunner(Generic[Piece, Result]):
             failure: BaseException | None = None
             try:
                 result = self.compute(piece)
-            except BaseException as error:  # noqa: BLE001  # `finish` logs it
+            # any: `finish` logs it, and has to be called, or the piece would be under way forever
+            except BaseException as error:  # noqa: BLE001
                 failure = error
             work.finish(piece, result, failure)

@@ -326,7 +326,7 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
         """
         try:
             return act()
-        except Exception:  # see above
+        except Exception:  # any: vLLM would end its engine, and all requests
             logger.exception("A mistake in the connector; the server goes on")
             return otherwise
 

@@ -328,7 +328,7 @@ class Workers:
             try:
                 with stream.taken_over():
                     stored = run(self._stack, steps, self._turn_and_rest)
-            except Exception as error:  # noqa: BLE001  # `ended` logs and counts it
+            except Exception as error:  # noqa: BLE001  # any: `ended` logs and counts it
                 ended(None, error)
             else:
                 ended(stored, None)
@@ -357,7 +357,7 @@ class Workers:
                 raise
             except AnotherRankFailedError:
                 failed |= {fill.request_id: "" for fill in fills}
-            except Exception as error:  # see above
+            except Exception as error:  # any: vLLM computes these requests
                 logger.exception(
                     "Requests %s failed on this rank", [fill.request_id for fill in fills]
                 )
