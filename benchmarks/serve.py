@@ -66,7 +66,7 @@ class ServeSettings:
     questions, exponent, variation  see `traffic.Traffic`
     answer_tokens  longest answer
     decode_rows    how many answers a decode step computes together at most, see `EngineTuning`
-    new_variants   whether chunks that were reused are captured in the background, see `EngineTuning`
+    new_variants   whether chunks that were reused are captured in the background, see `EngineConfig`
     """
 
     requests: int = 40

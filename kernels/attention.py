@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TypedDict
-
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -12,12 +10,6 @@ from cachecraft_rag.kernels.attention_paths import UNMEASURED, AttentionPaths, a
 from cachecraft_rag.kernels.gpu.choice import uses_triton
 from cachecraft_rag.kernels.row_blocks import row_blocks
 from cachecraft_rag.kernels.visibility import Visibility
-
-
-class _How(TypedDict):
-    scale: float
-    softcap: float | None
-    sinks: Tensor | None
 
 
 def attention(
@@ -48,17 +40,22 @@ def attention(
     Returns:
         `[rows, heads, head_dim]` in the dtype of `q`. A row that sees no key gets zeros or NaN.
     """
-    how: _How = {"scale": scale, "softcap": softcap, "sinks": sinks}
-    if not uses_triton(q):
-        attended = _attention_on_cpu(q, k, v, visible, paths, **how)
-        return attended if out is None else out.copy_(attended)
+    if uses_triton(q):
+        from cachecraft_rag.kernels.gpu.attention import attend as attend_on_gpu
 
-    from cachecraft_rag.kernels.gpu.attention import attend as attend_on_gpu
-
-    is_fitting = out is not None and out.is_contiguous() and out.dtype == q.dtype
-    result = attend_on_gpu(q, k, v, visible, **how, out=out if is_fitting else None).out
-    assert result is not None, "values were given"
-    return result if out is None or is_fitting else out.copy_(result)
+        is_fitting = out is not None and out.is_contiguous() and out.dtype == q.dtype
+        room = out if is_fitting else None
+        attended = attend_on_gpu(
+            q, k, v, visible, scale=scale, softcap=softcap, sinks=sinks, out=room
+        ).out
+        assert attended is not None, "values were given"
+        if room is not None:
+            return room
+    else:
+        attended = _attention_on_cpu(
+            q, k, v, visible, paths, scale=scale, softcap=softcap, sinks=sinks
+        )
+    return attended if out is None else out.copy_(attended)
 
 
 def _attention_on_cpu(
