@@ -17,6 +17,7 @@ from cachecraft_rag.server.documents import (
     Asked,
     ChatRequest,
     PlainRequest,
+    owner_of,
     plain_config,
     uncaptured_note,
 )
@@ -33,7 +34,6 @@ from cachecraft_rag.server.local.fields import (
 from cachecraft_rag.server.settings import EndpointSettings
 from cachecraft_rag.serving.generation import Generation
 from cachecraft_rag.serving.sampling import SamplingParams
-from cachecraft_rag.types.digests import digest
 from cachecraft_rag.types.prompts import Prompt
 
 _UNOWNED = "computed in full: its instruction or its tools are private (private_system), and it has no session"
@@ -194,7 +194,7 @@ class Answerer:
                 asked.system, use.offered, private=asked.private_system, bare=not has_documents
             )
             # in unmarked text, a client's salt counts as a session
-            owner = caller.session if has_documents else _owner(caller.session, asked.client_salt)
+            owner = caller.session if has_documents else owner_of(caller.session, asked.client_salt)
             prompt = builder.build(
                 asked.question,
                 asked.chunks,
@@ -239,7 +239,7 @@ class Answerer:
         with self._counted():
             fields = completion_fields(body)
             asked = self._asked(fields)
-            owner = _owner(caller.session, asked.client_salt)
+            owner = owner_of(caller.session, asked.client_salt)
             prompt = self._engine.prompts.build_text(
                 asked.question,
                 reserve=asked.reserve,
@@ -306,8 +306,3 @@ def _is_unowned(prompt: Prompt, session: str | None) -> bool:
     """Return True if a prompt begins with private text that no session owns; found text names a session."""
     is_found = any(segment.found for segment in prompt.segments)
     return prompt.segments[0].private and session is None and not is_found
-
-
-def _owner(session: str | None, salt: str) -> str | None:
-    """Return the session that owns the passages of unmarked text; None if all users share them."""
-    return session if session is not None or not salt else f"salt {digest(salt)}"

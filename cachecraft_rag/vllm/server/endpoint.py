@@ -544,10 +544,12 @@ async def statistics(name: str, raw_request: Request) -> dict[str, object]:
     endpoint = _endpoint(raw_request)
     engine = endpoint.engine_for(raw_request)
     owner = (engine.namespace, endpoint.session(raw_request))
-    # vLLM numbers the prompts of a response: more than one if the server calls tools itself
-    for request_id in (name, f"{name}_0"):
-        if (numbers := endpoint.records.get(request_id, owner=owner)) is not None:
-            break
+    request_id = name
+    numbers = endpoint.records.get(request_id, owner=owner)
+    if numbers is None:
+        # vLLM numbers the prompts of a response: more than one if the server calls tools itself
+        request_id = f"{name}_0"
+        numbers = endpoint.records.get(request_id, owner=owner)
     if numbers is None:
         raise HTTPException(
             404, f"no request {name} with documents is remembered; the last 1,000 are"

@@ -41,7 +41,7 @@ _PATIENCE_S = 10.0
 _REMEMBERED = 10_000  # number of filled prompts whose digests are kept
 
 Looked = tuple[LookupResult, Mapping[str, TokenScores]]
-Owner = tuple[str, Adapter | None]
+VariantOwner = tuple[str, Adapter | None]
 
 
 @dataclass
@@ -86,7 +86,7 @@ class Pending:
     report: FillReport | None = None
 
     @property
-    def owner(self) -> Owner:
+    def owner(self) -> VariantOwner:
         """Tenant ("": the server's own) and adapter of its chunk-caches, which serve no other requests."""
         return ("" if self.ask is None else self.ask.namespace, self.adapter)
 
@@ -131,7 +131,7 @@ class Scheduling:
         self._filled: OrderedDict[int, None] = OrderedDict()
         self._capturing: frozenset[str] = frozenset()
         # segment -> its captures that are under way, or will be once their requests are filled
-        self._captures: dict[str, set[tuple[Owner, FutureVariant]]] = {}
+        self._captures: dict[str, set[tuple[VariantOwner, FutureVariant]]] = {}
         self._captures_awaited = False  # a request has waited for captures since the last step
         self._reports: dict[str, FillReport] = {}  # `Ask.name` → report to be sent to the front end
         self._row_s: float | None = None  # seconds per computed row of the last fill
