@@ -96,8 +96,8 @@ class ServerOptions:
     def admin_keys(self, arguments: Sequence[str]) -> tuple[str, ...] | None:
         """Return the keys of administrators. None: every client is one; (): no client is.
 
-        Without a file the first if only this computer reaches the server, else the second. A header that a proxy sets
-        says that others reach it. `arguments` are vLLM's, which may name another host.
+        Without a file of keys, the result is None only if no other computer reaches the server. A session or tenant
+        header means that others do, through a proxy. `arguments` are vLLM's, which may name another host.
         """
         if self.admin_key_file is not None:
             return tuple(keys_in(self.admin_key_file))

@@ -159,7 +159,7 @@ class ServerFacts:
         layout = mapping_of(reply["layout"])
         header = None if reply["session_header"] is None else text_of(reply["session_header"])
         if header is not None and not _HEADER.fullmatch(header):
-            raise ValueError("the session header is not the name of a header")
+            raise ValueError("its session_header is not a name that a header can have")
         return cls(
             model=text_of(reply["model"]),
             fingerprint=text_of(reply["fingerprint"]),

@@ -15,9 +15,8 @@ from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.planning.planner import Plan, SegmentPlan
 from cachecraft_rag.types.prompts import Prompt, Segment
 
-# (namespace, session), and ids of the segments up to the one to be captured
-Owner = tuple[str, str | None]
-_Path = tuple[Owner, tuple[str, ...]]
+Owner = tuple[str, str | None]  # (namespace, session)
+_Path = tuple[Owner, tuple[str, ...]]  # owner, and ids of the segments up to the one to be captured
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,8 +53,8 @@ DEFAULT_SYSTEM = "You answer questions about the given context. Be brief and use
 # Bytes of the chunks that a builder does not tokenise again, about 4,000 chunks of 512 tokens.
 KNOWN_BYTES = 10_000_000
 SEGMENT_BYTES = 500  # of a segment without its token ids
-_LINE_END = "\n"  # assumed before a segment in tokenisation
-_WORD = "The"  # assumed after it
+_LINE_END = "\n"  # text that tokenisation of a segment assumes before it
+_WORD = "The"  # text that it assumes after the segment
 _CONTEXT_MARK = "\u27e6cachecraft-context\u27e7"
 _QUESTION_MARK = "\u27e6cachecraft-question\u27e7"
 _SYSTEM_MARK = "\u27e6cachecraft-system\u27e7"
@@ -506,10 +506,9 @@ class PromptBuilder:
             yield self._refusing(messages)
             return
 
-        # A template is code that came with the model: it may raise anything.
         try:
             rendered = self._apply([{"role": "system", "content": system}, *messages])
-        except Exception:  # noqa: BLE001
+        except Exception:  # noqa: BLE001  # a template may raise anything; without a system message it may accept
             rendered = None
         if rendered is not None and system.strip() in rendered:
             yield rendered

@@ -125,7 +125,7 @@ def format_of(render: Callable[..., str], tokenizer: Any) -> CallFormat:
     try:
         without_call = render(messages[:1], tools=tools)
         with_call = render(messages, tools=tools)
-    except Exception:  # noqa: BLE001  # a template may raise anything
+    except Exception:  # noqa: BLE001  # a template may raise anything; tools are plain text then
         return CallFormat()
 
     pairs = enumerate(zip(without_call, with_call, strict=False))

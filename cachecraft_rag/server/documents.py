@@ -23,6 +23,7 @@ from cachecraft_rag.server.wire import (
     STRICT_IDS,
 )
 from cachecraft_rag.serving.sampling import SamplingParams
+from cachecraft_rag.types.digests import digest
 from cachecraft_rag.types.documents import Chunk
 
 # text with more characters per token of the context is refused before it is tokenised
@@ -196,6 +197,11 @@ def plain_config(
     config = _config(given, default, allowed) or default
     config = replace(config, capture=config.capture if allowed == "all" else capture)
     return config if config.reuse else None
+
+
+def owner_of(session: str | None, salt: str) -> str | None:
+    """Return the session that owns passages of unmarked text, in which a salt counts as one; None: all share them."""
+    return session if session is not None or not salt else f"salt {digest(salt)}"
 
 
 async def whole_body(pieces: AsyncIterable[bytes]) -> bytes:

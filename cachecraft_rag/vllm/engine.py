@@ -267,7 +267,7 @@ class VLLMBackend:
             primed=primed,
             captures=tuple(captures),
             when_stored=True,
-            namespace=self._other(namespace),
+            namespace=self.tenant_of(namespace),
         )
         self._fill(ask)
 
@@ -324,7 +324,7 @@ class VLLMBackend:
             when_stored=True,
             idle=True,
             never_stored=tuple(candidate.never_stored),
-            namespace=self._other(candidate.namespace),
+            namespace=self.tenant_of(candidate.namespace),
         )
         report = self._fill(ask)
         if "segments" not in report:
@@ -365,7 +365,7 @@ class VLLMBackend:
             request.config,
             request.session,
             name=request.request_id,
-            namespace=self._other(request.namespace),
+            namespace=self.tenant_of(request.namespace),
         )
         params = self._params(
             ask,
@@ -417,7 +417,7 @@ class VLLMBackend:
             captures=(),
             idle=True,
             own_tokens=len(tokens),
-            namespace=self._other(request.namespace),
+            namespace=self.tenant_of(request.namespace),
         )
         params = self._one_token(
             ask,
@@ -454,7 +454,7 @@ class VLLMBackend:
         """
         return {"prompt_token_ids": ask.prompt.token_ids, FIELD: ask.message(self._key)}
 
-    def _other(self, namespace: str) -> str:
+    def tenant_of(self, namespace: str) -> str:
         """Return the namespace of a tenant; "" for the server's own, whose blocks keep their salts."""
         return "" if namespace == self._namespace else namespace
 

@@ -29,7 +29,7 @@ from cachecraft_rag.rag import CacheCraft
 from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.types.documents import Chunk, Document
-from cachecraft_rag.vllm.messages import Ask
+from cachecraft_rag.vllm.messages import Ask, salt_of
 from tests.vllm.conftest import TEXTS, Server
 from tests.vllm.http_server import ServerProcess
 
@@ -471,6 +471,30 @@ def test_sessions_share_no_blocks_of_the_prefix_cache(server: ServerProcess) -> 
     assert hits(headers=bob) == 0
     assert hits() == 0
     assert hits(headers=ann, cache_salt="mine") == 0
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/invocations"])
+def test_no_salt_of_a_client_reaches_a_session_s_blocks_on_vllm_s_routes(
+    server: ServerProcess, path: str
+) -> None:
+    question = " ".join(f"Is rule {number} of the grinder still valid?" for number in range(40))
+    session = f"a reader of {path}"
+    asked = server.chat(None, question, headers={"X-Mine": session}).json()
+    messages = [{"role": "user", "content": question}]
+    body = {"model": asked["model"], "messages": messages, "max_tokens": 2}
+
+    def hits(salt: str) -> float:
+        server.settles()
+        before = server.metric("vllm:prefix_cache_hits_total")
+        reply = httpx.post(f"{server.url}{path}", json=body | {"cache_salt": salt}, timeout=600)
+        assert reply.status_code == 200, reply.text
+        server.settles()
+        return server.metric("vllm:prefix_cache_hits_total") - before
+
+    forged = salt_of(session, "")  # an unkeyed digest, which clients can compute too
+    assert hits(forged) == 0
+    assert hits(forged) > 0
+    assert hits(f"another {path}") == 0
 
 
 def test_the_log_ends_its_start_with_a_request_that_works(server: ServerProcess) -> None:

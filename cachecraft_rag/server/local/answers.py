@@ -17,6 +17,7 @@ from cachecraft_rag.server.documents import (
     Asked,
     ChatRequest,
     PlainRequest,
+    owner_of,
     plain_config,
     uncaptured_note,
 )
@@ -33,7 +34,6 @@ from cachecraft_rag.server.local.fields import (
 from cachecraft_rag.server.settings import EndpointSettings
 from cachecraft_rag.serving.generation import Generation
 from cachecraft_rag.serving.sampling import SamplingParams
-from cachecraft_rag.types.digests import digest
 from cachecraft_rag.types.prompts import Prompt
 
 _UNOWNED = "computed in full: its instruction or its tools are private (private_system), and it has no session"
@@ -41,15 +41,15 @@ _FINISH = {"end": "stop", "stop": "stop", "length": "length"}
 
 
 @dataclass(frozen=True)
-class Origin:
-    """Origin of a request: its tenant's engine, and its session."""
+class Caller:
+    """Caller of a request: the engine of its tenant, and its session."""
 
     engine: Engine
     session: str | None
 
     @property
     def owner(self) -> Owner:
-        """Tenant and session, which may see its statistics."""
+        """Tenant and session, which may see the statistics of the request."""
         return self.engine.namespace, self.session
 
 
@@ -170,7 +170,7 @@ class Answerer:
             engine, system=system, best_last=best_last, search_system=settings.search_system
         )
 
-    def chat(self, body: Body, origin: Origin, *, prefix: str = "chatcmpl-") -> Answer:
+    def chat(self, body: Body, caller: Caller, *, prefix: str = "chatcmpl-") -> Answer:
         """Return the answer to a chat request; the model has not started yet.
 
         With `documents` the prompt is the engine's own: instruction, documents, earlier turns, question. Without, it is
@@ -189,17 +189,18 @@ class Answerer:
                 raise ConfigError(
                     'response_format cannot be used together with tools: leave one out, or set tool_choice to "none"'
                 )
-            bare = body.get("documents") is None
+            has_documents = body.get("documents") is not None
             builder = self._layouts.of(
-                asked.system, use.offered, private=asked.private_system, bare=bare
+                asked.system, use.offered, private=asked.private_system, bare=not has_documents
             )
-            owner = _owner(origin.session, asked.client_salt) if bare else origin.session
+            # in unmarked text, a client's salt counts as a session
+            owner = caller.session if has_documents else owner_of(caller.session, asked.client_salt)
             prompt = builder.build(
                 asked.question,
                 asked.chunks,
                 history=asked.history,
                 reserve=asked.reserve,
-                recognise=self._recogniser(fields, origin.engine, owner),
+                recognise=self._recogniser(fields, caller.engine, owner),
                 private=owner is not None,
             )
             max_tokens = fields.max_completion_tokens
@@ -213,7 +214,7 @@ class Answerer:
             is_unowned = _is_unowned(prompt, owner)
             if is_unowned:
                 config = replace(config, reuse=False, capture=False)
-            generation = origin.engine.generate(
+            generation = caller.engine.generate(
                 prompt, session=owner, sampling=sampling, config=config, started=started
             )
         return Answer(
@@ -222,35 +223,35 @@ class Answerer:
             calls=use.reader(builder.calls) if use.offered else None,
             single=use.single,
             note=_UNOWNED if is_unowned else uncaptured_note(asked.config, self._engine.config),
-            owner=origin.owner,
+            owner=caller.owner,
             ended=self._ended,
         )
 
-    def response(self, body: Body, origin: Origin) -> Answer:
+    def response(self, body: Body, caller: Caller) -> Answer:
         """Return the answer to a body of `/v1/responses`, as `chat` does."""
         with self._counted():
             chat = response_as_chat(body)
-        return self.chat(chat, origin, prefix="resp_")
+        return self.chat(chat, caller, prefix="resp_")
 
-    def completion(self, body: Body, origin: Origin) -> Answer:
+    def completion(self, body: Body, caller: Caller) -> Answer:
         """Return the completion of a text as it is, without a chat template; the model has not started yet."""
         started = time.perf_counter()
         with self._counted():
             fields = completion_fields(body)
             asked = self._asked(fields)
-            owner = _owner(origin.session, asked.client_salt)
+            owner = owner_of(caller.session, asked.client_salt)
             prompt = self._engine.prompts.build_text(
                 asked.question,
                 reserve=asked.reserve,
-                recognise=self._recogniser(fields, origin.engine, owner),
+                recognise=self._recogniser(fields, caller.engine, owner),
                 private=owner is not None,
             )
             sampling = self._sampling(body, prompt, max_tokens=fields.max_tokens)
-            generation = origin.engine.generate(
+            generation = caller.engine.generate(
                 prompt, session=owner, sampling=sampling, config=asked.config, started=started
             )
         note = uncaptured_note(asked.config, self._engine.config)
-        return Answer("cmpl-", generation, note=note, owner=origin.owner, ended=self._ended)
+        return Answer("cmpl-", generation, note=note, owner=caller.owner, ended=self._ended)
 
     @contextmanager
     def _counted(self) -> Iterator[None]:
@@ -305,8 +306,3 @@ def _is_unowned(prompt: Prompt, session: str | None) -> bool:
     """Return True if a prompt begins with private text that no session owns; found text names a session."""
     is_found = any(segment.found for segment in prompt.segments)
     return prompt.segments[0].private and session is None and not is_found
-
-
-def _owner(session: str | None, salt: str) -> str | None:
-    """Return the session that owns the passages of unmarked text; None if all users share them."""
-    return session if session is not None or not salt else f"salt {digest(salt)}"

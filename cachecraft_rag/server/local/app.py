@@ -31,7 +31,7 @@ from cachecraft_rag.server import administration
 from cachecraft_rag.server.documents import read_body, whole_body
 from cachecraft_rag.server.facts import facts_of, tokenizer_files
 from cachecraft_rag.server.holding import holds
-from cachecraft_rag.server.local.answers import Answer, Answerer, Origin
+from cachecraft_rag.server.local.answers import Answer, Answerer, Caller
 from cachecraft_rag.server.local.embeddings import Embeddings
 from cachecraft_rag.server.local.fields import Body, includes_usage
 from cachecraft_rag.server.local.refusals import Refused, refused
@@ -197,16 +197,16 @@ class LocalServer:
             return await self._whole(request, response_reply(answer, model, body))
         return EventStream(answer, response_events(answer, model, body))
 
-    def _origin(self, request: Request) -> Origin:
+    def _caller(self, request: Request) -> Caller:
         settings = self._settings
         tenant = settings.tenant_in(request.headers)
         engine = self._engine.for_tenant(tenant) if tenant else self._engine
-        return Origin(engine, settings.session_in(request.headers))
+        return Caller(engine, settings.session_in(request.headers))
 
-    async def _begun(self, request: Request, ask: Callable[[Origin], Answer]) -> Answer:
+    async def _begun(self, request: Request, ask: Callable[[Caller], Answer]) -> Answer:
         """Lay out a prompt and wait for the first piece of its answer, unless the client goes away."""
-        origin = self._origin(request)
-        answer = await self._in_thread(partial(ask, origin))
+        caller = self._caller(request)
+        answer = await self._in_thread(partial(ask, caller))
         await _unless_gone(request, answer.begin())
         return answer
 
@@ -266,20 +266,20 @@ class LocalServer:
 
     async def _statistics(self, request: Request) -> Response:
         name = request.path_params["name"]
-        origin = self._origin(request)
-        numbers = self._remembered.get(name, owner=origin.owner)
+        caller = self._caller(request)
+        numbers = self._remembered.get(name, owner=caller.owner)
         if numbers is None:
             raise Refused(
                 404, f"no answer {name} is remembered; the last {MOST_REMEMBERED:,} that ended are"
             )
-        audit = origin.engine.audit_of(name.partition("-")[2] or name.removeprefix("resp_"))
+        audit = caller.engine.audit_of(name.partition("-")[2] or name.removeprefix("resp_"))
         audited = None if audit is None else audit.as_dict()
         return Reply({"id": name} | numbers | {"audit": audited})
 
     async def _holds(self, request: Request) -> Response:
-        origin = self._origin(request)
+        caller = self._caller(request)
         body = await _bytes(request)
-        asked = partial(holds, origin.engine, body, session=origin.session)
+        asked = partial(holds, caller.engine, body, session=caller.session)
         return Reply(await self._in_thread(asked))
 
     async def _change(
@@ -289,7 +289,7 @@ class LocalServer:
         given = request.headers.get(ADMIN_HEADER, "")
         if refusal := administration.refusal_of(given, self._settings.admin_keys):
             raise Refused(403, refusal, type="permission_error")
-        engine = self._origin(request).engine
+        engine = self._caller(request).engine
         body = await _bytes(request)
         return Reply(await self._in_thread(partial(change, engine, body), self._slow))
 

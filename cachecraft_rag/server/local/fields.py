@@ -64,10 +64,12 @@ _OF_RESPONSES = (
 
 
 def _one_of(*values: object) -> Callable[[object], bool]:
+    """Return a check that accepts these values and null."""
     return lambda value: value is None or value in values
 
 
-def _no(*values: object) -> Callable[[object], bool]:
+def _off(*values: object) -> Callable[[object], bool]:
+    """Return a check that accepts null, false and whatever is empty or 0, and these values."""
     return lambda value: not value or value in values
 
 
@@ -79,30 +81,30 @@ _REFUSED: Unsupported = {
     "logprobs": (lambda value: value is None or value is False, _NO_LOGPROBS),
     "top_logprobs": (_one_of(0), _NO_LOGPROBS),
     "best_of": (_one_of(1), "ask once"),
-    "suffix": (_no(), "the prompt's end is where the answer begins"),
-    "logit_bias": (_no(), "leave it out"),
+    "suffix": (_off(), "the prompt's end is where the answer begins"),
+    "logit_bias": (_off(), "leave it out"),
     "presence_penalty": (_one_of(0), _NO_PENALTY),
     "frequency_penalty": (_one_of(0), _NO_PENALTY),
     "repetition_penalty": (_one_of(1), _NO_PENALTY),
     "top_k": (_one_of(0, -1), "use top_p"),
     "min_p": (_one_of(0), "use top_p"),
-    "ignore_eos": (_no(), "leave it out"),
-    "functions": (_no(), _OLD_TOOLS),
-    "function_call": (_no("none"), _OLD_TOOLS),
+    "ignore_eos": (_off(), "leave it out"),
+    "functions": (_off(), _OLD_TOOLS),
+    "function_call": (_off("none"), _OLD_TOOLS),
     "modalities": (_one_of(["text"]), "answers are text only"),
-    "audio": (_no(), "answers are text only"),
-    "prediction": (_no(), "leave it out"),
-    "web_search_options": (_no(), "search yourself, and send the result as documents"),
-    "reasoning": (_no(), "leave it out"),
+    "audio": (_off(), "answers are text only"),
+    "prediction": (_off(), "leave it out"),
+    "web_search_options": (_off(), "search yourself, and send the result as documents"),
+    "reasoning": (_off(), "leave it out"),
     "reasoning_effort": (_one_of("none"), "leave it out"),
     "verbosity": (_one_of("medium"), "say in the instruction how long answers should be"),
-    "background": (_no(), "wait for the answer, or stream it"),
-    "previous_response_id": (_no(), "send the earlier turns in input: this server keeps none"),
-    "conversation": (_no(), "send the earlier turns in input: this server keeps none"),
-    "prompt_template": (_no(), "leave it out"),
-    "include": (_no(), "leave it out"),
+    "background": (_off(), "wait for the answer, or stream it"),
+    "previous_response_id": (_off(), "send the earlier turns in input: this server keeps none"),
+    "conversation": (_off(), "send the earlier turns in input: this server keeps none"),
+    "prompt_template": (_off(), "leave it out"),
+    "include": (_off(), "leave it out"),
     "truncation": (_one_of("disabled"), "leave out earlier turns yourself"),
-    "max_tool_calls": (_no(), "your application calls the tools, and can stop"),
+    "max_tool_calls": (_off(), "your application calls the tools, and can stop"),
 }
 
 
@@ -262,8 +264,8 @@ class ToolUse:
         names = tuple(tool["function"]["name"] for tool in tools)
         function = choice.get("function") if isinstance(choice, Mapping) else None
         wanted = function.get("name") if isinstance(function, Mapping) else choice
-        known = (None, "auto", "none", "required") if function is None else ()
-        if wanted not in (*known, *(names if function is not None else ())):
+        allowed = (None, "auto", "none", "required") if function is None else names
+        if wanted not in allowed:
             raise ConfigError(
                 'tool_choice must be "auto", "none", "required", or {"type": "function", "function": {"name": …}} '
                 "with the name of one of tools"

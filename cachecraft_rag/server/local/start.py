@@ -33,7 +33,7 @@ _CLOSING_S = 5
 
 @dataclass
 class Address:
-    """Where a server listens, and what its clients need; see `ready.ServerArguments`."""
+    """Address of a server, and what a first request to it needs; see `ready.ServerArguments`."""
 
     host: str | None
     port: int

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import json
 from argparse import Namespace
 from collections.abc import (
     AsyncGenerator,
@@ -15,9 +16,11 @@ from collections.abc import (
     Awaitable,
     Callable,
     Mapping,
+    MutableMapping,
     Sequence,
 )
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -26,6 +29,8 @@ import prometheus_client
 import vllm.envs
 from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.datastructures import MutableHeaders
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 from vllm.entrypoints.openai.chat_completion import api_router as chats
 from vllm.entrypoints.openai.chat_completion.protocol import (
@@ -179,7 +184,10 @@ def _check_server(engine_client: Any, args: Namespace, settings: ConnectorSettin
 
 
 class OtherRoutes:
-    """Middleware that closes vLLM's other ways to a model if there are tenants, whose prompts they would mix."""
+    """Middleware for vLLM's other ways to a model, which keep no tenants apart: with tenants they are closed.
+
+    Without tenants, a `cache_salt` in a body is digested as in the routes of this package.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -187,16 +195,50 @@ class OtherRoutes:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or refuse it (403)."""
         endpoint: Endpoint | None = getattr(scope["app"].state, "cachecraft", None)
-        is_request = scope["type"] == "websocket" or scope.get("method") == "POST"
-        header = None if endpoint is None else endpoint.engine.settings.tenant_header
-        if header is None or not is_request or scope["path"] in _DIVIDED:
+        is_post = scope.get("method") == "POST"
+        is_other = scope["type"] == "websocket" or (is_post and scope["path"] not in _DIVIDED)
+        if endpoint is None or not is_other:
             await self._app(scope, receive, send)
+            return
+        header = endpoint.engine.settings.tenant_header
+        if header is None:
+            with suppress(ClientDisconnect):  # the client reads no reply
+                if is_post:
+                    scope, receive = await _with_digested_salt(scope, receive)
+                await self._app(scope, receive, send)
             return
         message = (
             f"{scope['path']} does not keep tenants apart ({header}): use /v1/chat/completions"
         )
         refusal = JSONResponse({"error": {"message": message, "code": 403}}, status_code=403)
         await refusal(scope, receive, send)
+
+
+async def _with_digested_salt(scope: Scope, receive: Receive) -> tuple[Scope, Receive]:
+    """Return the request with a digest in place of the `cache_salt` in its body, see `salt_of`.
+
+    Raises ClientDisconnect if the client leaves before its whole body has arrived.
+    """
+    body = await Request(scope, receive).body()
+    try:
+        fields = json.loads(body)
+    except (ValueError, RecursionError):  # an upload, or a body that its route refuses
+        fields = None
+    salt = fields.get("cache_salt") if isinstance(fields, dict) else None
+    if isinstance(salt, str) and salt:
+        body = json.dumps({**fields, "cache_salt": salt_of(None, salt)}).encode()
+        scope = {**scope, "headers": list(scope["headers"])}
+        MutableHeaders(scope=scope)["content-length"] = str(len(body))
+    is_read = False
+
+    async def receive_again() -> MutableMapping[str, Any]:
+        nonlocal is_read
+        if is_read:
+            return await receive()
+        is_read = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return scope, receive_again
 
 
 class Endpoint:
@@ -502,10 +544,12 @@ async def statistics(name: str, raw_request: Request) -> dict[str, object]:
     endpoint = _endpoint(raw_request)
     engine = endpoint.engine_for(raw_request)
     owner = (engine.namespace, endpoint.session(raw_request))
-    # vLLM numbers the prompts of a response: more than one if the server calls tools itself
-    for request_id in (name, f"{name}_0"):
-        if (numbers := endpoint.records.get(request_id, owner=owner)) is not None:
-            break
+    request_id = name
+    numbers = endpoint.records.get(request_id, owner=owner)
+    if numbers is None:
+        # vLLM numbers the prompts of a response: more than one if the server calls tools itself
+        request_id = f"{name}_0"
+        numbers = endpoint.records.get(request_id, owner=owner)
     if numbers is None:
         raise HTTPException(
             404, f"no request {name} with documents is remembered; the last 1,000 are"
@@ -575,19 +619,19 @@ def _endpoint(raw_request: Request) -> Endpoint:
 def _router() -> APIRouter:
     """Return the routes, added without decorators, which would hide the functions' types."""
     router = APIRouter()
-    json = Depends(validate_json_request)
+    is_json = Depends(validate_json_request)
     posts: list[tuple[str, Callable[..., Awaitable[object]], list[object]]] = [
         (
             CHAT,
             create_chat_completion,
-            [json, Depends(_documents_are_well_formed)],
+            [is_json, Depends(_documents_are_well_formed)],
         ),
-        ("/v1/completions", create_completion, [json]),
-        ("/v1/responses", create_responses, [json]),
-        (PRIME, prime, [json]),
-        (EVICT, evict, [json]),
-        (READMIT, readmit, [json]),
-        (HOLDS, holds, [json]),
+        ("/v1/completions", create_completion, [is_json]),
+        ("/v1/responses", create_responses, [is_json]),
+        (PRIME, prime, [is_json]),
+        (EVICT, evict, [is_json]),
+        (READMIT, readmit, [is_json]),
+        (HOLDS, holds, [is_json]),
     ]
     for path, act, dependencies in posts:
         router.add_api_route(path, act, methods=["POST"], dependencies=dependencies)

@@ -57,7 +57,6 @@ class ServerEngine(AnswerEngine):
         super().__init__(model, store, config)
         self.settings: EndpointSettings = settings.endpoint
         self.system = config.system
-        self._own_namespace = config.namespace
         self._model = model
         self._calls = calls
         self._backend = VLLMBackend(
@@ -75,8 +74,8 @@ class ServerEngine(AnswerEngine):
 
     @property
     def tenant(self) -> str:
-        """The namespace of a tenant; "" for the server's own."""
-        return "" if self.namespace == self._own_namespace else self.namespace
+        """Same as `VLLMBackend.tenant_of` this engine's namespace."""
+        return self._backend.tenant_of(self.namespace)
 
     @classmethod
     def open(

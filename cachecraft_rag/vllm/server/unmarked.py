@@ -44,6 +44,7 @@ from cachecraft_rag.prompt.unmarked import (
     segments_of,
     session_of,
 )
+from cachecraft_rag.server.documents import owner_of
 from cachecraft_rag.server.wire import Message
 from cachecraft_rag.serving.request import Request
 from cachecraft_rag.serving.sampling import SamplingParams
@@ -95,12 +96,8 @@ class Origin:
 
     @property
     def owner(self) -> str | None:
-        """Owner of the request's passages: the session, else "salt " and a digest of the salt, else None, all users."""
-        return (
-            self.session
-            if self.session is not None or not self.salt
-            else f"salt {digest(self.salt)}"
-        )
+        """Owner of the request's passages, see `owner_of`."""
+        return owner_of(self.session, self.salt)
 
 
 @dataclass(frozen=True)
