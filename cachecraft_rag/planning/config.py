@@ -36,7 +36,7 @@ Scoring = Literal["corrected", "published"]
 
 @dataclass(frozen=True, slots=True)
 class ReuseMethod:
-    """How chunk-caches are reused: settings to compare methods with, and to tune one.
+    """Settings of the method of reuse, to change only when you compare or tune methods.
 
     scope            contexts in which a chunk-cache may be reused. "anywhere": at any position after any chunks
                      (Cache-Craft). "prefix": after its origin prefix only (the exact baseline PREFIX-CACHE of

@@ -229,7 +229,7 @@ class ChunkCacheStore(Closeable):
         ]
 
     def token_scores(self, variant_ids: Sequence[str]) -> dict[str, TokenScores]:
-        """Return variant id → token scores, copies; `inter` is None where none are known.
+        """Return variant id → a copy of its token scores; `inter` is None for a variant whose scores are not known.
 
         Those of a variant on the remote are known only if this process has seen its row in a look-up.
         """

@@ -29,7 +29,7 @@ _MOST_READERS = 1024
 @refuses_other_names(what="setting of the store's tuning")
 @dataclass(frozen=True, slots=True)
 class StoreTuning:
-    """How a store reads and writes: settings to tune one. They apply to this process.
+    """Settings of reading and writing, to change only after a measurement. They apply to this process.
 
     queue_bytes       most bytes of captures that wait to be written; further captures are dropped
     readers           number of threads that read files, from 1 to 1024, shared by all requests
