@@ -34,6 +34,7 @@ Scope = Literal["anywhere", "prefix", "set"]
 Scoring = Literal["corrected", "published"]
 
 
+@refuses_other_names(what="setting of method")
 @dataclass(frozen=True, slots=True)
 class ReuseMethod:
     """Settings of the method of reuse, to change only when you compare or tune methods.
@@ -229,7 +230,6 @@ class ReuseConfig:
         check_names(values, self.__match_args__, hints=_IN_METHOD)
         of_method = values.get("method", {})
         check_mapping("method", of_method)
-        check_names(of_method, _METHOD_NAMES, what="setting of method")
         method = replace(self.method, **of_method)
         return replace(self, **{**values, "method": method})
 

@@ -50,12 +50,12 @@ class StoreTuning:
         check_number("busy_timeout_s", self.busy_timeout_s, most=MOST_SECONDS)
 
 
-IN_STORE_TUNING = MappingProxyType(
+_IN_TUNING = MappingProxyType(
     {setting.name: f"tuning=StoreTuning({setting.name}=…)" for setting in fields(StoreTuning)}
 )
 
 
-@refuses_other_names(what="setting of the store", hints=IN_STORE_TUNING)
+@refuses_other_names(what="store setting", hints=_IN_TUNING)
 @dataclass(frozen=True, slots=True)
 class StoreConfig:
     """Settings of a store.
