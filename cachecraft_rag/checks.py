@@ -180,7 +180,10 @@ def check_names(
 def refuses_other_names(
     *, what: str = "option", hints: Mapping[str, str] = MappingProxyType({})
 ) -> Callable[[type[T]], type[T]]:
-    """Make a dataclass raise `check_names`'s ConfigError for arguments that it has not, in place of a TypeError."""
+    """Make a dataclass raise the ConfigError of `check_names` for unknown arguments, instead of a TypeError.
+
+    So do `dataclasses.replace` and all methods over it: they need no check of names.
+    """
 
     def decorate(config: type[T]) -> type[T]:
         names = tuple(setting.name for setting in fields(config))  # type: ignore[arg-type]

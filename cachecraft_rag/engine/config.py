@@ -48,7 +48,9 @@ _OFTEN_TRIED = MappingProxyType(
 @refuses_other_names(what="setting of the tuning")
 @dataclass(frozen=True, slots=True)
 class EngineTuning:
-    """How requests share an engine: settings to tune one. An engine over vLLM refuses them: it has its own queue.
+    """Settings of how requests share an engine, to change only after a measurement.
+
+    An engine over vLLM refuses them: vLLM has its own queue.
 
     decode_rows     most answers that a decode step computes together; 1 = each separately
     max_waiting     most requests that wait while another request has its turn; further ones get BusyError

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -119,17 +119,7 @@ class Engine(AnswerEngine):
     ) -> None:
         check_kind("decoder", decoder, Decoder, advice="Decoder.load makes one")
         check_kind("store", store, ChunkCacheStore, advice="ChunkCacheStore.open makes one")
-        check_kind(
-            "config",
-            config,
-            ReuseConfig,
-            optional=True,
-            advice="ReuseConfig(reuse=False) switches it off",
-        )
-        if config is not None:
-            options["reuse"] = config
-        chosen = replace(settings or EngineConfig(), **options)
-        chosen.require_usable_target()
+        chosen = _chosen(settings or EngineConfig(), config, options)
         super().__init__(decoder, store, chosen)
 
         self.loop = self._new_loop(chosen)
@@ -156,19 +146,7 @@ class Engine(AnswerEngine):
         loader = Loader(store, decoder.layout.layers)
         self.new_variants = self._new_variant_maker(chosen, loader)
         self.auditor = self._new_auditor(chosen, loader)
-        self._answering = Answering(
-            decoder=decoder,
-            store=store,
-            loop=self.loop,
-            admission=self._admission,
-            write_back=self.write_back,
-            new_variants=self.new_variants,
-            look_up=self.look_up,
-            loader=loader,
-            namespace=chosen.namespace,
-            stand_in=self.prompts.stand_in,
-            auditor=self.auditor,
-        )
+        self._answering = self._new_answering(loader)
         # kept, because the same method of a tenant's copy of this engine is unequal to it
         self._removal_hook = self._before_removal
         store.before_removal.append(self._removal_hook)
@@ -215,6 +193,21 @@ class Engine(AnswerEngine):
             loop=self.loop,
             captures_pending=self._captures_pending,
             results=results,
+        )
+
+    def _new_answering(self, loader: Loader) -> Answering:
+        return Answering(
+            decoder=self.decoder,
+            store=self.store,
+            loop=self.loop,
+            admission=self._admission,
+            write_back=self.write_back,
+            new_variants=self.new_variants,
+            look_up=self.look_up,
+            loader=loader,
+            namespace=self.namespace,
+            stand_in=self.prompts.stand_in,
+            auditor=self.auditor,
         )
 
     @classmethod
@@ -518,3 +511,20 @@ class Engine(AnswerEngine):
             self.loop.call_soon(partial(function, *arguments))
         else:
             super()._later(function, *arguments)
+
+
+def _chosen(
+    settings: EngineConfig, reuse: ReuseConfig | None, options: Mapping[str, Any]
+) -> EngineConfig:
+    """Return the settings of an engine, checked; `options` and `reuse` take precedence over `settings`."""
+    check_kind(
+        "config",
+        reuse,
+        ReuseConfig,
+        optional=True,
+        advice="ReuseConfig(reuse=False) switches it off",
+    )
+    given = {} if reuse is None else {"reuse": reuse}
+    chosen = replace(settings, **{**options, **given})
+    chosen.require_usable_target()
+    return chosen

@@ -34,9 +34,10 @@ Scope = Literal["anywhere", "prefix", "set"]
 Scoring = Literal["corrected", "published"]
 
 
+@refuses_other_names(what="setting of method")
 @dataclass(frozen=True, slots=True)
 class ReuseMethod:
-    """How chunk-caches are reused: settings to compare methods with, and to tune one.
+    """Settings of the method of reuse, to change only when you compare or tune methods.
 
     scope            contexts in which a chunk-cache may be reused. "anywhere": at any position after any chunks
                      (Cache-Craft). "prefix": after its origin prefix only (the exact baseline PREFIX-CACHE of
@@ -229,7 +230,6 @@ class ReuseConfig:
         check_names(values, self.__match_args__, hints=_IN_METHOD)
         of_method = values.get("method", {})
         check_mapping("method", of_method)
-        check_names(of_method, _METHOD_NAMES, what="setting of method")
         method = replace(self.method, **of_method)
         return replace(self, **{**values, "method": method})
 

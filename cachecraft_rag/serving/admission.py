@@ -63,8 +63,8 @@ class FutureCaptures:
     ) -> None:
         """Add to `variants` the segments that a plan computes and that will be stored.
 
-        Left out are the last segment and every question, passages found in unmarked text, and, without a session,
-        private segments and all after them. With a session, the variants of these belong to it.
+        Leaves out the last segment, questions, and passages found in unmarked text. A private segment and all segments
+        after it belong to the session; without a session they are left out too.
         """
         self.namespace = namespace
         ids = tuple(segment.segment_id for segment in prompt.segments)

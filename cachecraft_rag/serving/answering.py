@@ -447,7 +447,7 @@ class Answering:
                     namespace=request.namespace,
                 )
             self.new_variants.answered(request.prompt.bounds[-1], candidate)
-        except Exception:  # of the store: the answer itself is complete
+        except Exception:  # an error of the store or of ours: the answer itself is complete
             logger.exception("What followed from an answer has failed")
 
     def _note(self, request: Request, plan: Plan) -> None:

@@ -5,12 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, Self, get_args
 
-from cachecraft_rag.checks import check_choice, check_flag, check_number, check_whole
+from cachecraft_rag.checks import (
+    check_choice,
+    check_flag,
+    check_number,
+    check_whole,
+    refuses_other_names,
+)
 from cachecraft_rag.errors import ConfigError
 
 When = Literal["off", "idle", "always"]
 
 
+@refuses_other_names(what="setting of new variants")
 @dataclass(frozen=True, slots=True)
 class NewVariants:
     """When new variants are computed, and how much may be spent on them.
@@ -32,6 +39,7 @@ class NewVariants:
         check_whole("waiting", self.waiting, least=1)
 
 
+@refuses_other_names(what="setting of audits")
 @dataclass(frozen=True, slots=True)
 class Audits:
     """Limits of audits: comparisons of answers with full prefill of the same prompt, while no answer is under way.

@@ -107,8 +107,8 @@ class Generation(Iterator[str], AsyncIterator[str]):
     def close(self) -> None:
         """End the answer here; its captures are kept, in the background. Any thread and finalisers may call this.
 
-        An answer under way is counted, with `finish` "closed"; one of which no piece was asked for is not. Another
-        thread that reads it gets no further piece: at once in this process, with the next piece over vLLM or a server.
+        The answer is counted, with `finish` "closed", if a piece of it was asked for. Another thread that reads it gets
+        no further piece: at once in this process, with the next piece over vLLM or a server.
         """
         self._closing = True
         with suppress(ValueError):  # Python's error if the generator runs in another thread
@@ -135,7 +135,7 @@ class Generation(Iterator[str], AsyncIterator[str]):
         return tuple(self._progress.tokens)
 
     def report(self) -> dict[str, object]:
-        """Return what became of each segment, as plain values: `RequestProgress.reported` takes them over."""
+        """Return the outcome of each segment as plain values, as `RequestProgress.reported` takes them."""
         return self._progress.report()
 
     def _stats(self) -> RequestStats:

@@ -253,7 +253,7 @@ def stats_of(request: Request, progress: RequestProgress, layers: int) -> Reques
 def _chunk_stats(
     request: Request, progress: RequestProgress, reports: Sequence[SegmentReport]
 ) -> Iterator[ChunkStats]:
-    # A request that was closed while it waited computed nothing either, unless another process has filled its prompt.
+    # True also for a request that was closed while it waited, unless another process has filled its prompt.
     has_no_result = (
         progress.finish in ("failed", "closed")
         and not progress.first_token_s

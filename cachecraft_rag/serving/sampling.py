@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from cachecraft_rag.checks import (
@@ -15,6 +16,7 @@ from cachecraft_rag.checks import (
     check_text,
     check_whole,
     listed,
+    refuses_other_names,
     shown,
 )
 from cachecraft_rag.errors import ConfigError
@@ -27,6 +29,9 @@ if TYPE_CHECKING:
 JSONSchema = str | Mapping[str, object] | type  # as text, as a dict, or as a pydantic model
 
 
+@refuses_other_names(
+    what="sampling setting", hints=MappingProxyType({"max_tokens": "max_new_tokens"})
+)
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """Settings for drawing the answer's tokens.

@@ -18,7 +18,6 @@ from cachecraft_rag.checks import (
     MOST_SECONDS,
     check_callable,
     check_kind,
-    check_names,
     check_number,
     check_path,
     check_text,
@@ -31,7 +30,7 @@ from cachecraft_rag.store.catalog.found_texts import MarkedText
 from cachecraft_rag.store.catalog.variant_finder import VariantFinder
 from cachecraft_rag.store.catalog_records import FileRef, Limits, Listed, RowFilter, Totals
 from cachecraft_rag.store.closeable import Closeable
-from cachecraft_rag.store.config import DEFAULT_LIMITS, IN_STORE_TUNING, StoreConfig, StoreStats
+from cachecraft_rag.store.config import DEFAULT_LIMITS, StoreConfig, StoreStats
 from cachecraft_rag.store.durable import CheckReport, DurableVariants, Evicted, file_of
 from cachecraft_rag.store.eviction import Use, policy_named
 from cachecraft_rag.store.files.disk import Throttle
@@ -145,16 +144,11 @@ class ChunkCacheStore(Closeable):
         """
         check_path("root", root)
         check_kind("config", config, StoreConfig, optional=True)
-        check_names(
-            settings,
-            StoreConfig.__dataclass_fields__,
-            what="store setting",
-            hints=IN_STORE_TUNING,
-        )
+        config = replace(config or StoreConfig(), **settings)
         check_kind("rules", rules, (list, tuple), advice="write rules=[rule]")
         for rule in rules:
             check_callable("each of rules", rule, optional=False)
-        return cls(Path(root).absolute(), replace(config or StoreConfig(), **settings), rules)
+        return cls(Path(root).absolute(), config, rules)
 
     @property
     def read_only(self) -> bool:
@@ -229,7 +223,7 @@ class ChunkCacheStore(Closeable):
         ]
 
     def token_scores(self, variant_ids: Sequence[str]) -> dict[str, TokenScores]:
-        """Return variant id → token scores, copies; `inter` is None where none are known.
+        """Return variant id → a copy of its token scores; `inter` is None for a variant whose scores are not known.
 
         Those of a variant on the remote are known only if this process has seen its row in a look-up.
         """

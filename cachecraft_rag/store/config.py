@@ -29,7 +29,7 @@ _MOST_READERS = 1024
 @refuses_other_names(what="setting of the store's tuning")
 @dataclass(frozen=True, slots=True)
 class StoreTuning:
-    """How a store reads and writes: settings to tune one. They apply to this process.
+    """Settings of reading and writing, to change only after a measurement. They apply to this process.
 
     queue_bytes       most bytes of captures that wait to be written; further captures are dropped
     readers           number of threads that read files, from 1 to 1024, shared by all requests
@@ -50,12 +50,12 @@ class StoreTuning:
         check_number("busy_timeout_s", self.busy_timeout_s, most=MOST_SECONDS)
 
 
-IN_STORE_TUNING = MappingProxyType(
+_IN_TUNING = MappingProxyType(
     {setting.name: f"tuning=StoreTuning({setting.name}=…)" for setting in fields(StoreTuning)}
 )
 
 
-@refuses_other_names(what="setting of the store", hints=IN_STORE_TUNING)
+@refuses_other_names(what="store setting", hints=_IN_TUNING)
 @dataclass(frozen=True, slots=True)
 class StoreConfig:
     """Settings of a store.

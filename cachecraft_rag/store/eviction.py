@@ -68,7 +68,7 @@ class VariantFacts(NamedTuple):
 
 
 class Policy(Protocol):
-    """How variants are scored. `score` is called when a variant is stored and at each use, at no other time."""
+    """Formula of the eviction score. `score` is called when a variant is stored and at each use, at no other time."""
 
     @property
     def name(self) -> str:

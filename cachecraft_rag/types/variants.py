@@ -110,10 +110,10 @@ class Variant:
 
 @dataclass(frozen=True, slots=True)
 class HeldChunk:
-    """What a store holds of a chunk.
+    """A chunk as a store holds it.
 
-    tokens     tokens of its chunk-caches, each of which has all of them; 0 if none is held
-    in_memory  True if one of them is in memory, so that nothing has to be read from the disk
+    tokens     number of tokens of the chunk; 0 if the store has no chunk-cache of it
+    in_memory  True if one of its chunk-caches is in memory, so that nothing has to be read from the disk
     """
 
     chunk_id: str

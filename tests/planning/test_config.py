@@ -11,6 +11,7 @@ import pytest
 
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.planning.config import ReuseConfig, ReuseMethod
+from cachecraft_rag.serving.config import Audits, NewVariants
 from cachecraft_rag.serving.sampling import SamplingParams
 
 
@@ -103,18 +104,23 @@ def test_a_setting_of_the_method_outside_of_it_is_refused_with_its_place() -> No
 
 
 @pytest.mark.parametrize(
-    ("settings", "known", "error"),
+    ("settings", "known", "typo"),
     [
-        (ReuseConfig, "capture", ConfigError),
-        (ReuseMethod, "drift", TypeError),
-        (SamplingParams, "seed", TypeError),
+        (ReuseConfig, "capture", "captures"),
+        (ReuseMethod, "drift", "dirft"),
+        (SamplingParams, "seed", "sede"),
+        (SamplingParams, "max_new_tokens", "max_tokens"),
+        (NewVariants, "share", "shares"),
+        (Audits, "share", "shares"),
     ],
 )
-def test_unknown_names_are_refused_and_settings_do_not_change(
-    settings: Any, known: str, error: type[Exception]
+def test_unknown_names_are_refused_with_the_right_one_and_settings_do_not_change(
+    settings: Any, known: str, typo: str
 ) -> None:
-    with pytest.raises(error, match="beta"):
+    with pytest.raises(ConfigError, match="beta"):
         settings(beta=1)
+    with pytest.raises(ConfigError, match=rf"{typo}: no such .*Did you mean {known}\?"):
+        dataclasses.replace(settings(), **{typo: 1})
     with pytest.raises(dataclasses.FrozenInstanceError):
         setattr(settings(), known, 1)
 

@@ -12,7 +12,7 @@ import torch
 from benchmarks.late_device import DeviceTensor, installed
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.types.kv_layout import KVLayout
-from cachecraft_rag.vllm.plugin import CONNECTOR
+from cachecraft_rag.vllm.plugin import CONNECTOR, SEAL_KEY
 from cachecraft_rag.vllm.served_model import ModelIdentity
 from cachecraft_rag.vllm.settings import ConnectorSettings
 from cachecraft_rag.vllm.worker import fill_memory
@@ -107,8 +107,10 @@ def test_memory_is_allocated_with_the_model_and_held(gpu: torch.device) -> None:
 
 
 def test_nothing_is_reserved_without_a_gpu_or_in_a_server_of_somebody_else(
-    gpu: torch.device,
+    gpu: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # vLLM sets it once it has loaded the plugin, as servers of other tests in this process do
+    monkeypatch.delenv(SEAL_KEY, raising=False)
     assert reserve(vllm_config(longest=8192), torch.device("cpu")) == []
     assert reserve(vllm_config(longest=8192, started_here=False), gpu) == []
 

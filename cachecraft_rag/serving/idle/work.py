@@ -52,7 +52,7 @@ class _Running(Generic[Piece]):
     """A piece under way.
 
     removed   ids of its chunks that were removed since it began
-    given_up  whether it is counted as dropped already
+    given_up  whether its result is not wanted any more, and it is counted as dropped
     """
 
     piece: Piece
@@ -84,7 +84,7 @@ class IdleWork(ABC, Generic[Piece, Result]):
 
     @abstractmethod
     def _peek(self, among: Among[Piece] | None = None) -> Piece | None:
-        """Return the piece to begin with, of those for which `among` is True; None if there is none to begin."""
+        """Return the next piece, of those for which `among` returns True; None if no piece may begin now."""
 
     @abstractmethod
     def _begun(self, piece: Piece) -> None:
@@ -125,8 +125,7 @@ class IdleWork(ABC, Generic[Piece, Result]):
     def removed(self, piece: Piece) -> frozenset[str]:
         """Return the ids of the chunks of a piece under way that were removed since it began."""
         with self._changed:
-            (found,) = (running for running in self._running if running.piece is piece)
-            return frozenset(found.removed)
+            return frozenset(self._running_of(piece).removed)
 
     def forget(self, chunk_ids: Collection[str]) -> None:
         """Drop and count the pieces with these chunks, because the chunks were removed.
@@ -160,7 +159,7 @@ class IdleWork(ABC, Generic[Piece, Result]):
     # -- for the runner -----------------------------------------------------------------------------------------------
 
     def next(self, among: Among[Piece] | None = None, *, wait: bool = False) -> Piece | None:
-        """Return the piece to begin with, which is then under way; None if there is none, or the work is closed.
+        """Return the next piece, which is under way from now on; None if no piece may begin now, or after `close`.
 
         With `wait` it waits for a piece, without limit.
         """
@@ -183,7 +182,7 @@ class IdleWork(ABC, Generic[Piece, Result]):
         if isinstance(error, CancelledError):
             self.close()
         with self._changed:
-            (running,) = (found for found in self._running if found.piece is piece)
+            running = self._running_of(piece)
             self._running.remove(running)
             if error is None:
                 self._done(piece, result, given_up=running.given_up)
@@ -194,6 +193,10 @@ class IdleWork(ABC, Generic[Piece, Result]):
         if error is not None and not isinstance(error, self._runner.expected_errors):
             self.close()
         self._runner.wake(self)
+
+    def _running_of(self, piece: Piece) -> _Running[Piece]:
+        (running,) = (running for running in self._running if running.piece is piece)
+        return running
 
     def _log(self, error: BaseException) -> None:
         if isinstance(error, CancelledError):

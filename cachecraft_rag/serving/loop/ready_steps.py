@@ -177,5 +177,5 @@ def outcome(function: Callable[[], T]) -> tuple[T | None, BaseException | None]:
     """Return a function's result and None, or None and its error."""
     try:
         return function(), None
-    except BaseException as error:  # noqa: BLE001  # of one task alone
+    except BaseException as error:  # noqa: BLE001  # raised in the steps of this task alone
         return None, error

@@ -149,14 +149,14 @@ class Catalog:
         return found, damaged
 
     def token_scores(self, variant_ids: Sequence[str]) -> dict[str, TokenScores]:
-        """Return variant id → token scores; `inter` is None where none are stored, or they are damaged (logged)."""
-        found = {}
+        """Return variant id → token scores; `inter` is None if they are not stored, or damaged, which is logged."""
+        known = {}
         for variant_id, *columns in self._fetched(_SCORES, (json.dumps(list(variant_ids)),)):
             scores = _read_scores(*columns)
             if isinstance(scores, str):
                 logger.info("Token scores of %s are damaged: %s", variant_id, scores)
-            found[variant_id] = TokenScores() if isinstance(scores, str) else scores
-        return found
+            known[variant_id] = TokenScores() if isinstance(scores, str) else scores
+        return known
 
     def rows(self, chosen: RowFilter, *, offset: int = 0, limit: int = 100) -> list[Listed]:
         """Return a page of the chosen rows, the highest eviction score first; [] after the last row.

@@ -96,7 +96,7 @@ def hidden(text: str, url: str) -> str:
 @refuses_other_names(what="setting of the remote's tuning")
 @dataclass(frozen=True, slots=True)
 class RemoteTuning:
-    """How an engine uses a remote: settings to tune one, for example for a distant network.
+    """Settings of how an engine uses a remote, to change only after a measurement or for a distant network.
 
     variants_per_chunk  most variants of one chunk; the oldest are removed first
     ask_below           the remote is asked for chunks with fewer variants than this in the local store; with 1, an

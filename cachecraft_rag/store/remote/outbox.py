@@ -71,7 +71,7 @@ class Outbox:
         except OSError as error:  # a TimeoutError too
             outcome = "too slow" if isinstance(error, TimeoutError) else "failed"
             logger.info("A chunk-cache could not be sent to the remote: %s", error)
-        except Exception:  # a bug: log it, and keep sending
+        except Exception:  # of the remote's library or of ours: the future's result is read nowhere
             logger.exception("A chunk-cache could not be sent to the remote")
         finally:
             with self._lock:

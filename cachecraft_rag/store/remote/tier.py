@@ -158,7 +158,7 @@ class RemoteTier(Closeable):
         return lookup
 
     def token_scores(self, variant_ids: Sequence[str]) -> dict[str, TokenScores]:
-        """Return variant id → token scores from rows already seen, copies; `inter` is None for unknown ones.
+        """Return variant id → a copy of its token scores, if a look-up has seen its row; otherwise `inter` is None.
 
         The last 20,000 variants are remembered.
         """
