@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -44,6 +45,11 @@ def server(
     made.ask([capture], tokens=1)
     yield made
     made.close()
+    # vLLM's drafts from tokens import numba. A later server of this process would fail: when vLLM's CPU build starts, it
+    # reads the attributes of everything in every loaded module, and llvmlite's library (numba's compiler) returns a
+    # function for each.
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("llvmlite", "numba")]:
+        del sys.modules[name]
 
 
 @pytest.fixture
