@@ -45,7 +45,7 @@ def server(
     made.ask([capture], tokens=1)
     yield made
     made.close()
-    # vLLM's drafts from tokens import numba. A later server of this process would fail: when vLLM's CPU build starts, it
+    # vLLM's drafts from tokens import numba. A later server of this process would fail: as it starts, vLLM's CPU build
     # reads the attributes of everything in every loaded module, and llvmlite's library (numba's compiler) returns a
     # function for each.
     for name in [name for name in sys.modules if name.partition(".")[0] in ("llvmlite", "numba")]:

@@ -16,8 +16,8 @@ from vllm.entrypoints.serve.engine.protocol import ErrorInfo, ErrorResponse
 
 from cachecraft_rag.observability.request_counts import RequestCounts
 from cachecraft_rag.planning.config import ReuseConfig
-from cachecraft_rag.vllm.records import Records
-from cachecraft_rag.vllm.server.endpoint import ChatWithDocuments
+from cachecraft_rag.server.settings import EndpointSettings
+from cachecraft_rag.vllm.server.endpoint import ChatWithDocuments, Endpoint
 from cachecraft_rag.vllm.server.message_places import Searched
 from cachecraft_rag.vllm.server.unmarked import Origin, PlainPrompts
 from tests.vllm.test_message_places import TEMPLATES, about
@@ -95,18 +95,19 @@ def test_a_request_is_rendered_once(byte_tokenizer: Any, family: str, path: str)
     handler = Handler(byte_tokenizer, TEMPLATES[family])
     engine: Any = SimpleNamespace(
         request_counts=RequestCounts(),
-        decoder=SimpleNamespace(tokenizer=byte_tokenizer),
+        decoder=SimpleNamespace(name="model", tokenizer=byte_tokenizer),
         config=ReuseConfig(),
-        settings=SimpleNamespace(client_settings="safe", search_system=False),
+        settings=EndpointSettings(root="unused", model="model", plain_prompts="off"),
+        ended=lambda _: None,
+        tenant="",
         calibrated=lambda config: config,
         chosen_ratio=lambda config: None,
     )
-    prompts = Prompts(engine, Records(lambda _: None), cached_tokens=0)
+    endpoint = Endpoint(engine, SimpleNamespace())
+    prompts = endpoint.plain_prompts = Prompts(engine, endpoint.records, cached_tokens=0)
     app = FastAPI()
     ChatWithDocuments().attach_router(app)
-    app.state.cachecraft = SimpleNamespace(
-        engine=engine, plain_prompts=prompts, session=lambda _: None
-    )
+    app.state.cachecraft = endpoint
     app.state.openai_serving_chat = app.state.openai_serving_responses = handler
     app.state.enable_server_load_tracking = False
 
