@@ -41,7 +41,7 @@ def test_a_second_replica_reuses_what_the_first_has_captured(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name in ("LOOKUP", "CONNECT", "READ", "PUT"):  # a busy machine is no failure
-        monkeypatch.setenv(f"CACHECRAFT_REMOTE_{name}_TIMEOUT_S", "120")
+        monkeypatch.setenv(f"CACHECRAFT_REMOTE_TUNING_{name}_TIMEOUT_S", "120")
     url = f"redis://127.0.0.1:{make_redis().port}/0"
     options = ("--max-model-len", "2048", "--remote", url)
     servers = []
