@@ -157,23 +157,39 @@ def check_names(
     what: str = "option",
     advice: str = "",
     hints: Mapping[str, str] = MappingProxyType({}),
+    prefix: str = "",
 ) -> None:
-    """Raise ConfigError if a given name is not known. It suggests the nearest known name, and lists all known names.
+    """Raise ConfigError if a given name is not known. It suggests the nearest known name for each.
 
-    `hints` are names that are often tried → the suggestion for each; `advice` goes before the known names.
+    It lists all known names if there is no suggestion for one of them. `hints` are names that are often tried → the
+    suggestion for each. `prefix` is the beginning of all names, which makes no name similar to another. `advice` is the
+    end of the message.
 
     >>> check_names(["sedd"], ["seed", "stop"])
     Traceback (most recent call last):
-    cachecraft_rag.errors.ConfigError: sedd: no such option. Did you mean seed? There are seed, stop.
+    cachecraft_rag.errors.ConfigError: sedd: no such option. Did you mean seed?
+    >>> check_names(["size"], ["seed", "stop"])
+    Traceback (most recent call last):
+    cachecraft_rag.errors.ConfigError: size: no such option; there are seed, stop.
     """
     unknown = sorted(str(name) for name in given if name not in known)
     if not unknown:
         return
-    near = [hints.get(name, "") or "".join(get_close_matches(name, known, n=1)) for name in unknown]
-    near = list(dict.fromkeys(filter(None, near)))
-    meant = f". Did you mean {', '.join(near)}? {advice}There" if near else f"; {advice}there"
-    raise ConfigError(
-        f"{', '.join(unknown)}: no such {what}{meant} are {', '.join(sorted(known))}."
+    near = [hints.get(name, "") or _nearest(name, known, prefix) for name in unknown]
+    suggested = ", ".join(dict.fromkeys(filter(None, near)))
+    known_names = ", ".join(sorted(known)) or "none"
+    message = f"{', '.join(unknown)}: no such {what}"
+    message += f". Did you mean {suggested}?" if suggested else f"; there are {known_names}."
+    if suggested and not all(near):
+        message += f" There are {known_names}."
+    raise ConfigError(f"{message} {advice}".rstrip())
+
+
+def _nearest(name: str, known: Iterable[str], prefix: str) -> str:
+    """Return the known name that is most similar to this one; "" if none is similar."""
+    rests = [other.removeprefix(prefix) for other in known]
+    return "".join(
+        prefix + rest for rest in get_close_matches(name.removeprefix(prefix), rests, n=1)
     )
 
 

@@ -177,9 +177,20 @@ def test_a_bool_is_no_number_and_nan_is_in_no_range() -> None:
 
 def test_the_nearest_name_is_offered() -> None:
     with pytest.raises(
-        ConfigError, match=r"similarty_top_k: no such option.*Did you mean similarity_top_k\?"
+        ConfigError, match=r"^similarty_top_k: no such option\. Did you mean similarity_top_k\?$"
     ):
         check_names(["similarty_top_k"], ["similarity_top_k", "filters"])
+
+
+def test_all_names_are_listed_if_one_of_several_has_no_suggestion() -> None:
+    message = r"^sedd, x: no such option\. Did you mean seed\? There are seed, stop\.$"
+    with pytest.raises(ConfigError, match=message):
+        check_names(["x", "sedd"], ["seed", "stop"])
+
+
+def test_where_no_names_are_taken_the_message_says_so() -> None:
+    with pytest.raises(ConfigError, match=r"^k: no such option; there are none\.$"):
+        check_names(["k"], ())
 
 
 # -- the doors --------------------------------------------------------------------------------------------------------

@@ -529,9 +529,8 @@ def _key_of(variable: str, known: Mapping[str, KnownKey]) -> str | None:
     if variable not in names and _SERVICE_LINK.fullmatch(variable):
         return None
     moved = {_variable_of(old): _variable_of(new) for old, new in _MOVED.items()}
-    check_names(
-        [variable], names, what="variable", advice="Correct it, or remove it. ", hints=moved
-    )
+    advice = "Correct it, or remove it."
+    check_names([variable], names, what="variable", advice=advice, hints=moved, prefix=PREFIX)
     return _ALIASES.get(names[variable], names[variable])
 
 

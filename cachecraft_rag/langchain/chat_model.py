@@ -37,7 +37,7 @@ from langchain_core.utils.pydantic import is_basemodel_subclass
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 from typing_extensions import is_typeddict
 
-from cachecraft_rag.checks import config_errors
+from cachecraft_rag.checks import check_names, config_errors
 from cachecraft_rag.engine.base import AnswerEngine, PathLike
 from cachecraft_rag.engine.config import EngineConfig
 from cachecraft_rag.engine.loading import engine_loader
@@ -515,10 +515,7 @@ def check_settings(settings: Mapping[str, object], *classes: type[BaseModel]) ->
     """
     fields = {name for owner in classes for name in owner.model_fields} - {"engine", "llm"}
     known = {"store", "config"} | EngineConfig.option_names() | fields
-    if unknown := settings.keys() - known - _SERVER_SETTINGS:
-        raise ConfigError(
-            f"{', '.join(sorted(unknown))}: no such setting; there are {', '.join(sorted(known))}"
-        )
+    check_names(settings.keys() - _SERVER_SETTINGS, known, what="setting")
 
 
 def documents_of(given: Any, name: str) -> list[Document]:

@@ -314,9 +314,14 @@ def test_settings_that_do_not_exist_are_refused(engine: Engine) -> None:
 def test_names_of_settings_are_checked_before_a_model_is_loaded(made: Any, tmp_path: Path) -> None:
     missing = str(tmp_path / "no-model")
     with pytest.raises(
-        ConfigError, match=r"max_new_tokens, stor: no such setting; .*max_tokens.*namespace.*store"
+        ConfigError,
+        match=r"max_new_tokens, stor: no such setting\. Did you mean max_tokens, store\?$",
     ):
         made.from_pretrained(missing, stor="x", max_new_tokens=5)
+    with pytest.raises(
+        ConfigError, match=r"colour: no such setting; .*max_tokens.*namespace.*store"
+    ):
+        made.from_pretrained(missing, colour="x")
     with pytest.raises(ConfigError, match="engine: no such setting"):
         made.from_pretrained(missing, engine=None)
     with pytest.raises(ConfigError, match="config"):
