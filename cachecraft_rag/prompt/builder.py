@@ -508,7 +508,9 @@ class PromptBuilder:
 
         try:
             rendered = self._apply([{"role": "system", "content": system}, *messages])
-        except Exception:  # noqa: BLE001  # a template may raise anything; without a system message it may accept
+        # a template may raise anything; what it says of the second form is handed on
+        except Exception as error:  # noqa: BLE001
+            logger.debug("The chat template takes no system message: %s", error)
             rendered = None
         if rendered is not None and system.strip() in rendered:
             yield rendered
@@ -520,7 +522,7 @@ class PromptBuilder:
         """Return the rendered messages. Raises ConfigError with the template's reason if it refuses them."""
         try:
             return self._apply(messages)
-        except Exception as error:
+        except Exception as error:  # a template may raise anything; its reason is handed on
             roles = [str(message["role"]) for message in messages]
             advice = ""
             if ("tool", "user") in pairwise(roles):

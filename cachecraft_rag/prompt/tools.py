@@ -6,6 +6,7 @@ A tool is a dict in OpenAI's form: `{"type": "function", "function": {"name": â€
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple, TypedDict
 from cachecraft_rag.checks import check_mapping, listed, shown
 from cachecraft_rag.errors import ConfigError
 
+logger = logging.getLogger("cachecraft_rag.prompt")
 Tool = Mapping[str, Any]
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _PROBE_NAME = "cachecraft_probe"
@@ -125,7 +127,8 @@ def format_of(render: Callable[..., str], tokenizer: Any) -> CallFormat:
     try:
         without_call = render(messages[:1], tools=tools)
         with_call = render(messages, tools=tools)
-    except Exception:  # noqa: BLE001  # a template may raise anything; tools are plain text then
+    except Exception as error:  # noqa: BLE001  # a template may raise anything; tools are plain text then
+        logger.debug("The chat template cannot write calls, so tools are plain text: %s", error)
         return CallFormat()
 
     pairs = enumerate(zip(without_call, with_call, strict=False))

@@ -161,8 +161,8 @@ class Answering:
                 )
                 self._captures.append(captures)
             return (yield from self._compute(task, request, progress, plan, captures))
-        except BaseException:
-            self._forget(captures)  # they will not be made
+        except BaseException:  # an answer that is closed too: its captures will not be made
+            self._forget(captures)
             raise
         finally:
             admission.leave(task)

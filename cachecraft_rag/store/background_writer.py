@@ -118,7 +118,7 @@ class BackgroundWriter:
         try:
             written = partial(self._write_copy, variant, encoded)
             future = self.submit(written, ended=lambda _: self._done(variant, ticket))
-        except BaseException:
+        except BaseException:  # Ctrl-C too: the job may never run
             self._done(variant, ticket)
             raise
         if future is None:

@@ -334,7 +334,7 @@ class Database:
         writer = self._connect_writer()
         try:
             self._reader = self._connect()
-        except BaseException:
+        except BaseException:  # Ctrl-C too: no connection stays open
             writer.close()
             raise
         self._writer = writer
@@ -476,7 +476,7 @@ class Block:
     def __enter__(self) -> sqlite3.Connection:
         try:
             return next(self._steps)
-        except BaseException:
+        except BaseException:  # Ctrl-C too: the lock and the transaction end
             self._close()
             raise
 
@@ -523,7 +523,7 @@ def _transaction(
         yield connection
         if begin:
             connection.execute("COMMIT")
-    except BaseException as error:
+    except BaseException as error:  # Ctrl-C too: the transaction ends
         # SQLite itself rolls back on some errors, a full disk among them
         if begin and connection.in_transaction:
             connection.execute("ROLLBACK")

@@ -368,7 +368,7 @@ class DurableVariants:
             self.delete(gone)
         except Exception:
             raise
-        except BaseException:
+        except BaseException:  # Ctrl-C: rows may be gone whose files are still there
             self._interrupted.extend(files)
             raise
         return gone

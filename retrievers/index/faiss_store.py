@@ -156,7 +156,7 @@ class FaissStore(Closeable):
         )
         try:
             store.compact()  # its last process was killed after a removal
-        except BaseException:
+        except BaseException:  # Ctrl-C too: the file is closed
             store.close()
             raise
         return store

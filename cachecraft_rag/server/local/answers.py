@@ -90,7 +90,7 @@ class Answer:
             self._first = [await anext(self.generation)]
         except StopAsyncIteration:
             pass
-        except BaseException:
+        except BaseException:  # a client that leaves too, which cancels this: the answer ends
             self.close()
             raise
 

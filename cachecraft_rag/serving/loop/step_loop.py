@@ -298,7 +298,7 @@ class StepLoop:
         task.closed |= self._closing and task.priority is Priority.IDLE
         try:
             task.steps = task.make(task)
-        except Exception as raised:  # noqa: BLE001  # of this task alone
+        except Exception as raised:  # noqa: BLE001  # handed to this task's caller; the others go on
             self._end(task, None, raised)
         else:
             self._resume(task, None)
@@ -312,7 +312,7 @@ class StepLoop:
                 task.step = task.context.run(task.steps.throw, error)
         except StopIteration as end:
             self._end(task, end.value, None)
-        except BaseException as raised:  # noqa: BLE001  # of this task alone
+        except BaseException as raised:  # noqa: BLE001  # handed to this task's caller; the others go on
             self._end(task, None, raised)
         else:
             task.since = time.perf_counter()
@@ -339,7 +339,7 @@ class StepLoop:
     def _give_up(self, task: LoopTask, error: BaseException | None) -> None:
         try:
             task.context.run(task.steps.close)
-        except Exception:  # its result is not wanted any more
+        except Exception:  # its result is not wanted any more, and the others go on
             logger.exception("Work that was given up has failed")
         self._end(task, None, error)
 
