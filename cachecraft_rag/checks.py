@@ -185,12 +185,23 @@ def check_names(
     raise ConfigError(f"{message} {advice}".rstrip())
 
 
-def _nearest(name: str, known: Iterable[str], prefix: str) -> str:
-    """Return the known name that is most similar to this one; "" if none is similar."""
-    rests = [other.removeprefix(prefix) for other in known]
-    return "".join(
-        prefix + rest for rest in get_close_matches(name.removeprefix(prefix), rests, n=1)
+def _nearest(name: str, known: Collection[str], prefix: str) -> str:
+    """Return the known name that is most similar to this one; "" if none is similar.
+
+    Of "tuning.readers" the last part has to be similar: all names of a table begin alike.
+
+    >>> _nearest("tuning.reader", ["readers_of", "tuning.readers"], ""), _nearest("a.x", ["a.size"], "")
+    ('tuning.readers', '')
+    """
+
+    def last_part(name: str) -> str:
+        return name.removeprefix(prefix).rpartition(".")[2]
+
+    parts = get_close_matches(
+        last_part(name), {last_part(other) for other in known}, n=max(1, len(known))
     )
+    similar = [other for other in known if last_part(other) in parts]
+    return "".join(get_close_matches(name, similar, n=1, cutoff=0.0))
 
 
 def refuses_other_names(

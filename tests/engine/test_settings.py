@@ -188,6 +188,15 @@ def test_the_nearest_name_is_said_without_the_list_of_all_names(file: Path) -> N
         load_settings(file, environment={})
 
 
+def test_a_name_that_is_like_no_other_of_its_table_gets_the_list(file: Path) -> None:
+    file.write_text("[tuning]\nreads = 3\n")
+    with pytest.raises(ConfigError, match=r"tuning\.reads: .* Did you mean tuning\.readers\?$"):
+        load_settings(file, environment={})
+    file.write_text("[tuning]\nhurry = 3\n")
+    with pytest.raises(ConfigError, match=r"tuning\.hurry: no such setting; there are .*codec"):
+        load_settings(file, environment={})
+
+
 def test_a_variable_like_no_setting_gets_the_list_and_advice() -> None:
     with pytest.raises(
         ConfigError,
