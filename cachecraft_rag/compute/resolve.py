@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -36,41 +35,7 @@ from cachecraft_rag.store.row_checks import LookupResult
 from cachecraft_rag.types.captures import TokenScores
 from cachecraft_rag.types.prompts import Prompt
 from cachecraft_rag.types.store_reasons import Unavailable
-from cachecraft_rag.types.variants import LoadedVariant, TierName
-
-
-@dataclass(frozen=True)
-class Resolved:
-    """The plan of one prompt, the job that executes it, and the chunk-caches it reads.
-
-    plan    the plan of the prompt
-    job     the prefill job
-    stored  segment index → its chunk-cache that is still to be loaded
-    tiers   variant id → the tier that holds it; variants that are not read (`PrefillJob.unread`) are missing
-    """
-
-    plan: Plan
-    job: PrefillJob
-    stored: Mapping[int, StoredVariant]
-    tiers: Mapping[str, TierName]
-
-    @property
-    def to_load(self) -> list[tuple[StoredVariant, int]]:
-        """Pairs of a chunk-cache to load and its first position in the prompt, in prompt order."""
-        bounds = self.job.rows.bounds
-        return [(variant, bounds[index]) for index, variant in self.stored.items()]
-
-    @property
-    def unused(self) -> frozenset[int]:
-        """Positions of open chunk-caches that need not be loaded; none before a probe, which sees all of them."""
-        if self.job.probe is not None:
-            return frozenset()
-        return frozenset(self.job.unused(self.job.rows).tolist())
-
-    def close(self) -> None:
-        """Close the variants of `stored`; tensors that were loaded stay usable."""
-        for variant in self.stored.values():
-            variant.close()
+from cachecraft_rag.types.variants import LoadedVariant
 
 
 def resolve(
@@ -82,7 +47,7 @@ def resolve(
     ranks: Ranks,
     answer_tokens: int,
     scores: Mapping[str, TokenScores] | None = None,
-) -> Resolved:
+) -> PrefillJob:
     """Decide what is reused, open what is read, and make the prefill job, which the caller closes.
 
     If a variant cannot be opened, the plan is made again without it. Variants of segments that are recomputed in full
@@ -134,7 +99,7 @@ def resolve(
                 break
 
         chosen_variants = {variant_id: opened[variant_id] for variant_id in chosen}
-        resolved = _resolved(
+        job = _job(
             prompt, plan, chosen_variants, config, probe, unread, answer_tokens=answer_tokens
         )
         close_on_error.pop_all()
@@ -143,7 +108,7 @@ def resolve(
         unused = opened[variant_id]
         if isinstance(unused, StoredVariant):
             unused.close()
-    return resolved
+    return job
 
 
 def _without_scores(plan: Plan, known: Container[str]) -> list[str]:
@@ -155,7 +120,7 @@ def _without_scores(plan: Plan, known: Container[str]) -> list[str]:
     ]
 
 
-def _resolved(
+def _job(
     prompt: Prompt,
     plan: Plan,
     opened: Mapping[str, LoadedVariant | StoredVariant],
@@ -164,8 +129,8 @@ def _resolved(
     unread: frozenset[int],
     *,
     answer_tokens: int,
-) -> Resolved:
-    """Return the plan with its job; `opened` holds the variants that are read, by id."""
+) -> PrefillJob:
+    """Return the job that carries the plan out; `opened` holds the variants that are read, by id."""
     bounds = prompt.bounds
     resident: list[ResidentKV] = []
     captures: list[int] = []
@@ -183,10 +148,13 @@ def _resolved(
         if config.capture and segment.kind != "question" and not segment.found:
             captures.append(index)  # also of stored segments: they are computed if loading fails
 
-    job = PrefillJob(
+    return PrefillJob(
         token_ids=prompt.token_array,
         rows=rows_of(plan, bounds),
+        plan=plan,
         resident=resident,
+        stored=stored,
+        tiers={variant_id: variant.tier for variant_id, variant in opened.items()},
         captures=captures,
         capacity=bounds[-1] + answer_tokens,
         shared_until=_shared_until(prompt, plan, config),
@@ -197,8 +165,6 @@ def _resolved(
         early_termination=_early_termination(prompt, plan, config),
         probe=probe,
     )
-    tiers = {variant_id: variant.tier for variant_id, variant in opened.items()}
-    return Resolved(plan, job, stored, tiers)
 
 
 def rows_of(plan: Plan, bounds: Sequence[int]) -> Rows:
@@ -325,7 +291,7 @@ def _plan_with_probe(
     )
 
 
-def executed_plan(resolved: Resolved, loads: PendingLoads, result: PrefillResult) -> Plan:
+def executed_plan(job: PrefillJob, loads: PendingLoads, result: PrefillResult) -> Plan:
     """Return the plan as it was executed, with the tokens that were computed instead of loaded, and why.
 
     If a part of a segment failed to load, that is the reason of all its tokens. COMPUTED_LATE replaces it for reused
@@ -335,9 +301,9 @@ def executed_plan(resolved: Resolved, loads: PendingLoads, result: PrefillResult
     because they are stored already, and those of reused segments that were computed late, because their tokens attended
     to stored ones.
     """
-    plan = result.plan or resolved.plan
+    plan = result.plan or job.plan
     segments = list(plan.segments)
-    for index, variant in resolved.stored.items():
+    for index, variant in job.stored.items():
         # decided while loading, in `LoadSplit.next_piece` or `OverlappedPrefill._wait_for_layer`
         reason = Reason.COMPUTED_FASTER
         detail = ""

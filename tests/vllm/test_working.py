@@ -211,10 +211,10 @@ def prefilled(engine: Engine, ask: Ask) -> tuple[Tensor, Any]:
         ask.prompt, replace(ask.config, capture=False), SamplingParams(max_new_tokens=1), None, 0.0
     )
     progress = RequestProgress()
-    output = engine.loop.run(
+    _, buffer = engine.loop.run(
         lambda run: engine._answering.prefill(run, request, progress, FutureCaptures())
     )
-    return output.buffer.kv[:, :, : ask.prompt.bounds[-1] - 1], progress
+    return buffer.kv[:, :, : ask.prompt.bounds[-1] - 1], progress
 
 
 @pytest.mark.parametrize("order", [[2, 1, 0], [0, 2, 1]])
