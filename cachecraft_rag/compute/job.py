@@ -70,7 +70,7 @@ class PrefillJob:
 
     token_ids: Sequence[int] | NDArray[np.integer]
     rows: Rows
-    plan: Plan = field(default_factory=lambda: Plan(()))
+    plan: Plan = ()
     resident: Sequence[ResidentKV] = ()
     stored: Mapping[int, StoredVariant] = field(default_factory=dict)
     tiers: Mapping[str, TierName] = field(default_factory=dict)

@@ -75,7 +75,7 @@ def resolve(
             unread = _unread(prompt, plan, config, has_probe=probe is not None)
             chosen = {
                 planned.variant.variant_id: planned.variant
-                for index, planned in enumerate(plan.segments)
+                for index, planned in enumerate(plan)
                 if planned.variant and index not in unread
             }
             missing = [
@@ -115,7 +115,7 @@ def _without_scores(plan: Plan, known: Container[str]) -> list[str]:
     """Return the ids of the variants to fix whose token scores are not known yet."""
     return [
         planned.variant.variant_id
-        for planned in plan.segments
+        for planned in plan
         if planned.to_fix and planned.variant and planned.variant.variant_id not in known
     ]
 
@@ -135,7 +135,7 @@ def _job(
     resident: list[ResidentKV] = []
     captures: list[int] = []
     stored: dict[int, StoredVariant] = {}
-    for index, planned in enumerate(plan.segments):
+    for index, planned in enumerate(plan):
         if index in unread:
             continue
         variant = None if planned.variant is None else opened[planned.variant.variant_id]
@@ -158,7 +158,7 @@ def _job(
         captures=captures,
         capacity=bounds[-1] + answer_tokens,
         shared_until=_shared_until(prompt, plan, config),
-        reused=[index for index, planned in enumerate(plan.segments) if planned.to_fix],
+        reused=[index for index, planned in enumerate(plan) if planned.to_fix],
         unread=unread,
         drift=config.method.drift,
         loading=config.method.loading,
@@ -174,7 +174,7 @@ def rows_of(plan: Plan, bounds: Sequence[int]) -> Rows:
     """
     new = [no_offsets()]
     recomputed = [no_offsets()]
-    for index, planned in enumerate(plan.segments):
+    for index, planned in enumerate(plan):
         if planned.variant is None:
             new.append(np.arange(bounds[index], bounds[index + 1]))
         recomputed.append(bounds[index] + planned.recompute)
@@ -187,7 +187,7 @@ def _shared_until(prompt: Prompt, plan: Plan, config: ReuseConfig) -> int:
     if not config.capture:
         return shared_until
     bounds = prompt.bounds
-    for index, (segment, planned) in enumerate(zip(prompt.segments, plan.segments, strict=True)):
+    for index, (segment, planned) in enumerate(zip(prompt.segments, plan, strict=True)):
         if segment.private:  # the captures of this segment and all later ones belong to its session
             break
         if planned.variant is None:
@@ -204,7 +204,7 @@ def _unread(prompt: Prompt, plan: Plan, config: ReuseConfig, *, has_probe: bool)
     bounds = prompt.bounds
     shared_until = _shared_until(prompt, plan, config)
     unread: list[int] = []
-    for index, planned in enumerate(plan.segments):
+    for index, planned in enumerate(plan):
         if not planned.to_fix or planned.recomputed_share < 1.0:
             continue
         may_be_chosen_again = has_probe and not planned.in_full
@@ -217,7 +217,7 @@ def _unread(prompt: Prompt, plan: Plan, config: ReuseConfig, *, has_probe: bool)
 def _early_termination(prompt: Prompt, plan: Plan, config: ReuseConfig) -> EarlyTermination | None:
     """Return the settings of Algorithm 1 for the last pass; None if it is off or no token is recomputed."""
     if config.method.early_termination != "published" or not any(
-        len(planned.recompute) for planned in plan.segments
+        len(planned.recompute) for planned in plan
     ):
         return None
     return EarlyTermination(config.method.early_termination_window, _question_text(prompt))
@@ -238,7 +238,7 @@ def _probe(
     rows = 0
     chosen = 0
     to_choose_from = 0
-    for index, (segment, planned) in enumerate(zip(prompt.segments, plan.segments, strict=True)):
+    for index, (segment, planned) in enumerate(zip(prompt.segments, plan, strict=True)):
         tokens = len(segment.token_ids)
         rows += tokens if planned.variant is None else len(planned.recompute)
         if planned.to_fix and not planned.in_full and bounds[index] >= shared_until:
@@ -270,7 +270,7 @@ def _plan_with_probe(
     is_selected = rows.having(RowReason.RECOMPUTED)  # [tokens], like the next two
     is_settled = is_selected & rows.done
     is_computed = rows.having(RowReason.NEW, RowReason.COMPUTED_INSTEAD)
-    for index, planned in enumerate(plan.segments):
+    for index, planned in enumerate(plan):
         if not planned.to_fix:
             continue
         span = rows.span(index)
@@ -302,7 +302,7 @@ def executed_plan(job: PrefillJob, loads: PendingLoads, result: PrefillResult) -
     to stored ones.
     """
     plan = result.plan or job.plan
-    segments = list(plan.segments)
+    segments = list(plan)
     for index, variant in job.stored.items():
         # decided while loading, in `LoadSplit.next_piece` or `OverlappedPrefill._wait_for_layer`
         reason = Reason.COMPUTED_FASTER
@@ -320,4 +320,4 @@ def executed_plan(job: PrefillJob, loads: PendingLoads, result: PrefillResult) -
             result.recorder.forget(index)
         computed = result.rows.offsets(index, RowReason.COMPUTED_INSTEAD)
         segments[index] = with_not_loaded(segments[index], computed, reason, detail)
-    return Plan(tuple(segments))
+    return tuple(segments)

@@ -217,16 +217,18 @@ class Answering:
     def _resolve(self, request: Request, progress: RequestProgress) -> PrefillJob:
         """Look up and plan."""
         prompt = request.prompt
-        found = LookupResult({})
+        lookup = LookupResult({})
         with self.loop.timer("planning"):
             if request.config.reuse:
                 segments = [segment for segment in prompt.segments if segment.kind != "question"]
-                found = self.look_up(segments, session=request.session, namespace=request.namespace)
-                progress.remote = found.remote
-                progress.removed.update(found.removed)
+                lookup = self.look_up(
+                    segments, session=request.session, namespace=request.namespace
+                )
+                progress.remote = lookup.remote
+                progress.removed.update(lookup.removed)
             return resolve(
                 prompt,
-                found,
+                lookup,
                 request.config,
                 store=self.store,
                 ranks=self.decoder.ranks,
@@ -274,7 +276,7 @@ class Answering:
             shares,
             request.session,
             removed=progress.removed,
-            reused=[planned.variant for planned in progress.plan.segments],
+            reused=[planned.variant for planned in progress.plan],
             namespace=request.namespace,
         )
         self.write_back.submit(result.recorder, result.buffer.kv[:, 0], context)
@@ -401,7 +403,7 @@ class Answering:
         """Count the uses of variants and hand over the captures."""
         config = request.config
         try:
-            for planned in progress.plan.segments:
+            for planned in progress.plan:
                 variant = planned.variant
                 if variant is not None:
                     self.store.used(
@@ -461,9 +463,7 @@ class Answering:
 
 def _chosen(plan: Plan) -> list[str | None]:
     """Return the chosen variant of each segment."""
-    return [
-        None if planned.variant is None else planned.variant.variant_id for planned in plan.segments
-    ]
+    return [None if planned.variant is None else planned.variant.variant_id for planned in plan]
 
 
 def _known_tokens(logits: Tensor, target: Sequence[int]) -> list[int]:

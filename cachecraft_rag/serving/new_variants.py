@@ -166,7 +166,7 @@ def exact_only(found: LookupResult) -> LookupResult:
 def missing_of(candidate: Candidate, found: LookupResult) -> list[int]:
     """Return, of `Candidate.fixed`, the indices that are not stored, exactly or by a lossy codec."""
     plan = make_plan(Prompt(candidate.segments), found.variants, EXACT)
-    return [index for index in candidate.fixed if plan.segments[index].variant is None]
+    return [index for index in candidate.fixed if plan[index].variant is None]
 
 
 class VariantWork(IdleWork[Candidate, Captured]):
@@ -317,16 +317,16 @@ class VariantMaker(VariantWork):
 
     def _plan(self, candidate: Candidate) -> tuple[Prompt, PrefillJob, PendingLoads] | Dropped:
         """Plan up to the last chunk that is not stored after its prefix, and begin to load; or say why not."""
-        found = self._look_up(
+        lookup = self._look_up(
             candidate.segments, session=candidate.session, namespace=candidate.namespace
         )
-        if found.removed:  # by a process that could not tell this one
+        if lookup.removed:  # by a process that could not tell this one
             return Dropped.REMOVED
-        missing = missing_of(candidate, found)
+        missing = missing_of(candidate, lookup)
         if not missing:
             return Dropped.STORED
         prompt = Prompt(candidate.segments[: max(missing) + 1])
-        offered = exact_only(found)
+        offered = exact_only(lookup)
         job = resolve(
             prompt, offered, EXACT, store=self._store, ranks=self._stack.ranks, answer_tokens=0
         )

@@ -148,7 +148,7 @@ def marks(rows: Rows, reason: RowReason) -> list[int]:
 
 
 def outcomes(plan: Plan) -> list[str]:
-    return [planned.outcome for planned in plan.segments]
+    return [planned.outcome for planned in plan]
 
 
 # -- from what is stored to a job -------------------------------------------------------------------------------------
@@ -186,7 +186,7 @@ def test_what_is_in_memory_is_resident_and_the_rest_is_to_be_loaded(shelf: Shelf
         # what is to be loaded may have to be computed after all; what is in memory need not be captured again
         assert list(resolved.captures) == [0, 1, 3]
         assert list(resolved.reused) == [2]
-        rows, chosen = resolved.rows, resolved.plan.segments[2].recompute
+        rows, chosen = resolved.rows, resolved.plan[2].recompute
         assert len(chosen)
         assert marks(rows, RowReason.RECOMPUTED) == [108 + offset for offset in chosen]
         assert marks(rows, RowReason.NEW) == list(range(198, 230))
@@ -197,20 +197,16 @@ def test_what_is_in_memory_is_resident_and_the_rest_is_to_be_loaded(shelf: Shelf
 
 
 def test_rows_are_those_of_the_plan() -> None:
-    plan = Plan(
-        (
-            SegmentPlan("exact"),
-            SegmentPlan("reused", recompute=np.array([1, 2])),
-            SegmentPlan("computed"),
-        )
+    plan = (
+        SegmentPlan("exact"),
+        SegmentPlan("reused", recompute=np.array([1, 2])),
+        SegmentPlan("computed"),
     )
     # without variants: a variant is what keeps a segment from being computed
     rows = rows_of(plan, [0, 2, 6, 8])
     assert marks(rows, RowReason.NEW) == list(range(8))
     variant: Any = object()
-    plan = Plan(
-        tuple(replace(one, variant=variant) for one in plan.segments[:2]) + plan.segments[2:]
-    )
+    plan = tuple(replace(one, variant=variant) for one in plan[:2]) + plan[2:]
     rows = rows_of(plan, [0, 2, 6, 8])
     assert (marks(rows, RowReason.RECOMPUTED), marks(rows, RowReason.NEW)) == ([3, 4], [6, 7])
 
@@ -265,10 +261,10 @@ def test_a_lost_variant_gives_way_to_the_next_best(shelf: Shelf) -> None:
     best, second = shelf.put("a", SYSTEM), shelf.put("a", ("system", "b", "c"))
     shelf.reopen()
     with closing(shelf.resolve()) as resolved:
-        assert resolved.plan.segments[1].variant == best
+        assert resolved.plan[1].variant == best
     shelf.path(best).unlink()
     with closing(shelf.resolve()) as resolved:
-        planned = resolved.plan.segments[1]
+        planned = resolved.plan[1]
         assert (planned.outcome, planned.variant) == ("reused", second)
         assert len(planned.recompute)
         assert [stored.variant for stored, _ in resolved.to_load] == [second]
@@ -288,7 +284,7 @@ def test_when_all_variants_are_lost_the_plan_says_why(shelf: Shelf, harm: str) -
             shelf.path(variant).write_bytes(content)
     resolved = resolve(PROMPT, found, CONFIG, store=shelf.store, ranks=Alone(), answer_tokens=5)
     with closing(resolved):
-        planned = resolved.plan.segments[1]
+        planned = resolved.plan[1]
         assert (planned.outcome, planned.variant, planned.reason) == (
             "computed",
             None,
@@ -344,9 +340,9 @@ def test_what_another_rank_has_lost_is_lost_here_too(
     shelf.reopen()
     opened, ranks = opened_by(shelf.store, monkeypatch), Recording(best.variant_id, only.variant_id)
     with closing(shelf.resolve(ranks=ranks)) as resolved:
-        assert resolved.plan.segments[1].variant == second
-        assert resolved.plan.segments[2].variant is None
-        assert resolved.plan.segments[2].detail == "another rank could not open it"
+        assert resolved.plan[1].variant == second
+        assert resolved.plan[2].variant is None
+        assert resolved.plan[2].detail == "another rank could not open it"
         assert {one.variant.variant_id: is_closed(one) for one in opened} == {
             best.variant_id: True,
             only.variant_id: True,
@@ -417,7 +413,7 @@ def test_nothing_of_the_last_chunk_is_loaded_if_it_is_recomputed_in_full(
     variants = moved(shelf)
     config = ReuseConfig(nearest_share=0.35, method=ReuseMethod(selector=selector))
     with closing(shelf.resolve(PRIVATE, config)) as resolved:
-        last = resolved.plan.segments[3]
+        last = resolved.plan[3]
         assert (last.in_full, last.recompute.tolist()) == (True, [*range(20)])
         assert loaded_names(resolved) == ["system", "a", "b"]
         assert resolved.unread == {3}
@@ -470,7 +466,7 @@ def test_a_chunk_that_a_probe_may_spare_is_loaded(shelf: Shelf) -> None:
         scores=scores,
     )
     with closing(resolved):
-        assert resolved.plan.segments[3].recomputed_share == 1.0
+        assert resolved.plan[3].recomputed_share == 1.0
         assert resolved.probe is not None
         assert loaded_names(resolved) == ["system", "a", "b", "c"]
         assert (resolved.unread, resolved.not_needed) == (frozenset(), frozenset())
@@ -480,7 +476,7 @@ def test_a_chunk_that_early_termination_may_stop_is_loaded(shelf: Shelf) -> None
     moved(shelf)
     config = ReuseConfig(nearest_share=0.35, method=ReuseMethod(early_termination="published"))
     with closing(shelf.resolve(PRIVATE, config)) as resolved:
-        assert resolved.plan.segments[3].in_full
+        assert resolved.plan[3].in_full
         assert loaded_names(resolved) == ["system", "a", "b", "c"]
         assert (resolved.unread, resolved.not_needed) == (frozenset(), frozenset())
 
@@ -606,20 +602,20 @@ def test_a_probe_chooses_anew_around_what_is_computed(shelf: Shelf) -> None:
     resolved = shelf.resolve(config=config)
     probe = resolved.probe
     assert probe is not None
-    first = [108 + offset for offset in resolved.plan.segments[2].recompute]
+    first = [108 + offset for offset in resolved.plan[2].recompute]
     assert len(first) == 9
     seen = np.zeros(90, np.float32)
     seen[40:60] = np.linspace(20.0, 10.0, 20)
     rows = resolved.rows.mark([148, 149], RowReason.COMPUTED_INSTEAD).finish([first[0], 148])
     plan = probe.choose({2: seen}, rows, {})
-    chosen = plan.segments[2].recompute
+    chosen = plan[2].recompute
     assert first[0] - 108 in chosen  # it is computed already
     assert not {40, 41} & set(chosen)  # they did not come, so there is nothing to fix
     assert len(chosen) == 9
     assert set(range(42, 48)) <= set(chosen)
     unseen = probe.choose({}, rows, {})  # one that the question must not shape keeps its choice
-    kept = set(resolved.plan.segments[2].recompute) - {40, 41}
-    assert set(unseen.segments[2].recompute) == kept
+    kept = set(resolved.plan[2].recompute) - {40, 41}
+    assert set(unseen[2].recompute) == kept
 
 
 # -- as it went -------------------------------------------------------------------------------------------------------
@@ -670,7 +666,7 @@ def test_what_was_computed_because_that_was_faster_says_so(
         planned.rows.mark([*range(8, 108), *range(108, 120)], RowReason.COMPUTED_INSTEAD),
     )
     plan = executed_plan(planned, loads, result)
-    a, b = plan.segments[1:3]
+    a, b = plan[1:3]
     assert (a.outcome, a.reason, a.variant, a.recompute.tolist()) == (
         "computed",
         Reason.COMPUTED_FASTER,
@@ -678,10 +674,8 @@ def test_what_was_computed_because_that_was_faster_says_so(
         [],
     )
     assert (b.outcome, b.reason, b.not_loaded) == ("reused", Reason.COMPUTED_FASTER, 12)
-    assert b.variant == planned.plan.segments[2].variant
-    assert b.recompute.tolist() == [
-        offset for offset in planned.plan.segments[2].recompute if offset >= 12
-    ]
+    assert b.variant == planned.plan[2].variant
+    assert b.recompute.tolist() == [offset for offset in planned.plan[2].recompute if offset >= 12]
     assert captured_segments(result) == [0, 2, 3]  # a was computed, but the very same is stored
 
 
@@ -689,16 +683,16 @@ def test_a_plan_that_a_probe_made_is_the_one_that_went(
     resolved: tuple[PrefillJob, PendingLoads],
 ) -> None:
     planned, loads = resolved
-    segments = list(planned.plan.segments)
+    segments = list(planned.plan)
     segments[2] = replace(segments[2], recompute=np.array([1, 50]))
     result = result_of(
         planned,
         planned.rows.mark([109], RowReason.COMPUTED_INSTEAD),
-        plan=Plan(tuple(segments)),
+        plan=tuple(segments),
     )
     plan = executed_plan(planned, loads, result)
-    assert plan.segments[2].recompute.tolist() == [50]
-    assert plan.segments[2].not_loaded == 1
+    assert plan[2].recompute.tolist() == [50]
+    assert plan[2].not_loaded == 1
 
 
 def test_what_was_lost_on_the_way_is_captured_again(shelf: Shelf) -> None:
@@ -716,7 +710,7 @@ def test_what_was_lost_on_the_way_is_captured_again(shelf: Shelf) -> None:
         assert failed
         result = result_of(planned, planned.rows.mark(failed, RowReason.COMPUTED_INSTEAD))
         plan = executed_plan(planned, loads, result)
-    lost = plan.segments[1]
+    lost = plan[1]
     assert lost.reason == Reason.NOT_LOADED
     assert "checksum" in lost.detail
     assert (lost.not_loaded or len(failed)) == len(failed)
@@ -762,7 +756,7 @@ def test_resolved_loaded_and_run_the_logits_are_those_of_full_prefill(
         result = run(decoder, steps)
     plan = executed_plan(resolved, loads, result)
     assert (decoder.next_logits(result.hidden) - decoder.own_logits(ids)[0]).abs().max() <= 1e-3
-    assert [planned.reason == Reason.NOT_LOADED for planned in plan.segments] == [
+    assert [planned.reason == Reason.NOT_LOADED for planned in plan] == [
         False,
         harm != "nothing",
         *[False] * 3,

@@ -99,7 +99,7 @@ class Watched(Answering):
     def _compare(self, request: Request, progress: RequestProgress, first: torch.Tensor) -> None:
         plan, bounds = progress.plan, request.prompt.bounds
         resident = []
-        for index, planned in enumerate(plan.segments):
+        for index, planned in enumerate(plan):
             if planned.variant is not None:
                 disk, variant = self.store._durable.disk, planned.variant
                 loaded = disk.read(variant) if variant.home == "disk" else self.store.load(variant)
@@ -110,7 +110,7 @@ class Watched(Answering):
             rows_of(plan, bounds),
             resident=resident,
             capacity=bounds[-1] + TOKENS,
-            reused=[index for index, planned in enumerate(plan.segments) if planned.to_fix],
+            reused=[index for index, planned in enumerate(plan) if planned.to_fix],
             drift=request.config.method.drift,
         )
         fresh = prefill(self.decoder, job)

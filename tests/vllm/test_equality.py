@@ -103,7 +103,7 @@ def greedy(engine: Engine, question: str, chunks: list[Chunk], config: ReuseConf
         logprobs.append(float(torch.log_softmax(logits.float(), -1)[tokens[-1]]))
         logits = engine.decoder.next_logits(extend(engine.decoder, buffer, tokens[-1:], position))
         position += 1
-    segments = progress.plan.segments
+    segments = progress.plan
     return Expected(
         request.prompt,
         config,

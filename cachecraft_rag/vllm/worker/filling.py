@@ -172,5 +172,5 @@ class Filling:
             fixed = {} if candidate is None else candidate.fixed
             report["fixed"] = [[segment, tokens] for segment, tokens in fixed.items()]
         if ask.details:
-            report["recomputed"] = [segment.recompute.tolist() for segment in self.plan.segments]
+            report["recomputed"] = [segment.recompute.tolist() for segment in self.plan]
         return report
