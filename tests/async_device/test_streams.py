@@ -203,7 +203,7 @@ def test_captures_of_a_side_stream_hold_what_was_computed_there(
     queue.close()
 
     names = [segment.segment_id for segment in SEGMENTS[:3]]
-    stored = store.lookup("default", decoder.fingerprint, names, session=None)
+    stored = store.find("default", decoder.fingerprint, names, session=None).variants
     for segment, name in enumerate(names):
         (variant,) = stored[name]
         (loaded,) = store.open_variants([variant])

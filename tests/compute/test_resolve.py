@@ -649,6 +649,17 @@ def resolved(shelf: Shelf) -> Iterator[tuple[PrefillJob, PendingLoads]]:
         yield found, loads
 
 
+def test_loads_that_are_ended_twice_are_counted_once(shelf: Shelf) -> None:
+    shelf.put("a", SYSTEM)
+    shelf.reopen()
+    loader, job = Loader(shelf.store, 2), shelf.resolve()
+    loads = loader.begin(job.to_load)
+    assert loads.wait(lambda: not loads.incomplete(), 60)
+    loader.end(loads)
+    loader.end(loads)
+    assert shelf.store.stats().loads == {"disk": 1}
+
+
 def test_what_came_is_as_it_was_planned(resolved: tuple[PrefillJob, PendingLoads]) -> None:
     planned, loads = resolved
     result = result_of(planned, planned.rows)

@@ -459,7 +459,7 @@ def test_planning_20_chunks_of_8_variants_scans_nothing_of_10_000_in_the_catalog
             )
         )
         with sqlite_steps(catalog) as planning:
-            stored = full_store.lookup("default", "model", [digest(SYSTEM), *names])
+            stored = full_store.find("default", "model", [digest(SYSTEM), *names]).variants
             plan = make_plan(prompt, stored, config)
         winners = [s.variant.variant_id for s in plan if s.variant is not None]
         with sqlite_steps(catalog) as selecting:
