@@ -168,8 +168,8 @@ class Auditor(AuditWork[Predictions]):
     def _plan(self, request: Request, answer_tokens: int) -> tuple[PrefillJob, PendingLoads]:
         """Plan an exact prefill, and begin to load what is stored after the same prefix."""
         segments = [segment for segment in request.prompt.segments if segment.kind != "question"]
-        found = self._look_up(segments, session=request.session, namespace=request.namespace)
-        offered = exact_only(found)
+        lookup = self._look_up(segments, session=request.session, namespace=request.namespace)
+        offered = exact_only(lookup)
         job = resolve(
             Prompt(request.prompt.segments),
             offered,
