@@ -273,5 +273,5 @@ def first_values(engine: Engine, token_ids: Sequence[int]) -> Tensor:
 def variants_of(engine: Engine, question: EvaluationQuestion) -> list[Variant]:
     """Every stored variant of the question's passages."""
     ids = [chunk.chunk_id for chunk in question.passages]
-    found = engine.store.lookup(engine.namespace, engine.decoder.fingerprint, ids)
+    found = engine.store.find(engine.namespace, engine.decoder.fingerprint, ids).variants
     return [variant for variants in found.values() for variant in variants]

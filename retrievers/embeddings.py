@@ -64,7 +64,7 @@ class EmbeddingModel(Protocol):
 
     @property
     def dim(self) -> int:
-        """How many numbers a vector has."""
+        """Number of components of a vector."""
 
     @property
     def limit(self) -> int:
@@ -380,12 +380,12 @@ def _transformer_settings(model: SentenceTransformer, source: str) -> list[dict[
 
     names = [source] if "/" in source else [source, f"{_HUB_OWNER}/{source}"]
     # Models with several modules may have no config.json beside modules.json, and others have no modules.json.
-    found = (
+    folders = (
         snapshot_folder(name, file=file)
         for file in ("modules.json", "config.json")
         for name in names
     )
-    folder = next(filter(None, found), None)
+    folder = next(filter(None, folders), None)
     if folder is None:
         return []
     modules = folder / "modules.json"

@@ -86,10 +86,10 @@ def list_files(
 
 def require_readable(path: Path, more: Container[str] = ()) -> SourceFile | None:
     """Return the file at a path, or None for a folder. Raises DocumentError for anything else."""
-    found = _found(path, printable(path.name), None, more)
-    if isinstance(found, Problem):
-        raise DocumentError(found.reason)
-    return found
+    file = _found(path, printable(path.name), None, more)
+    if isinstance(file, Problem):
+        raise DocumentError(file.reason)
+    return file
 
 
 def inaccessible(path: Path, error: OSError) -> str:
@@ -125,9 +125,9 @@ def _walk(
                 continue
             path = folder / name
             doc_id = f"{below}/{printable(name)}".lstrip("/")
-            found = _found(path, doc_id, None if follow_links else real_root, more)
-            if found is not None:
-                yield found
+            file = _found(path, doc_id, None if follow_links else real_root, more)
+            if file is not None:
+                yield file
             else:
                 (links if path.is_symlink() else folders).append((path, doc_id))
 

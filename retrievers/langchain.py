@@ -343,10 +343,12 @@ class CacheCraftVectorStore(Closeable, DocumentVectorStore):
         check_whole("k", k, least=1)
         check_whole("fetch_k", fetch_k, least=1)
         check_number("lambda_mult", lambda_mult, most=1)
-        found = [document for document, _ in self._search(embedding, fetch_k, filter=filter)]
-        known = self.index.known_vectors([noted_chunk_id(one.metadata) for one in found])
+        documents = [document for document, _ in self._search(embedding, fetch_k, filter=filter)]
+        known = self.index.known_vectors(
+            [noted_chunk_id(document.metadata) for document in documents]
+        )
         # a document that was deleted meanwhile has no vector
-        similar = [document for document in found if noted_chunk_id(document.metadata) in known]
+        similar = [document for document in documents if noted_chunk_id(document.metadata) in known]
         vectors = [known[noted_chunk_id(document.metadata)].tolist() for document in similar]
         chosen = maximal_marginal_relevance(unit_vectors(embedding), vectors, lambda_mult, k)
         return [similar[row] for row in chosen]

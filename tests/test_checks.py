@@ -295,8 +295,8 @@ def test_any_argument_of_opening_a_store(
 def test_any_argument_of_a_store(engine: Engine, door: str, value: Any) -> None:
     store = engine.store
     doors: dict[str, Callable[[], Any]] = {
-        "namespace": lambda: store.lookup(value, "model", ["chunk"]),
-        "session": lambda: store.lookup("ns", "model", ["chunk"], session=value),
+        "namespace": lambda: store.find(value, "model", ["chunk"]),
+        "session": lambda: store.find("ns", "model", ["chunk"], session=value),
         "offset": lambda: store.rows(offset=value),
         "limit": lambda: store.rows(limit=value),
         "chosen": lambda: store.rows(value),

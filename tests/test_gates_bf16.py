@@ -202,7 +202,7 @@ def rotated_there_and_back(
     ("where", "worse"),
     [
         ("kernels.attention_paths.fused", rounded_scores),
-        ("kernels.gather.rotate", rotated_there_and_back),
+        ("kernels.placing.rotate", rotated_there_and_back),
     ],
 )
 def test_the_gate_of_layers_notices_one_rounding_more(

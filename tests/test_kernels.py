@@ -14,7 +14,7 @@ from torch import Tensor
 from cachecraft_rag.kernels.attention import attention
 from cachecraft_rag.kernels.attention_mass import attention_mass, attention_received
 from cachecraft_rag.kernels.attention_paths import PATHS, AttentionPaths, paths_for, shape_class
-from cachecraft_rag.kernels.gather import place, scatter_rows
+from cachecraft_rag.kernels.placing import place, scatter_rows
 from cachecraft_rag.kernels.rope import rotate
 from cachecraft_rag.kernels.row_blocks import BLOCK_ROWS, RowBlock, row_blocks
 from cachecraft_rag.kernels.visibility import Visibility

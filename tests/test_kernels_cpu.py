@@ -28,7 +28,7 @@ from cachecraft_rag.kernels.cpu.library import (
     kernels_for,
     reason,
 )
-from cachecraft_rag.kernels.gather import place
+from cachecraft_rag.kernels.placing import place
 from cachecraft_rag.kernels.rope import rotate
 from cachecraft_rag.kernels.visibility import Visibility
 

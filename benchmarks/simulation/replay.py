@@ -121,7 +121,7 @@ class _Replay:
         plan = make_plan(prompt, stored, self._setting.config)
         used, captures = [], []
         shares: list[float] = []
-        for place, (planned, chunk) in enumerate(zip(plan.segments[1:-1], request, strict=True)):
+        for place, (planned, chunk) in enumerate(zip(plan[1:-1], request, strict=True)):
             length, variant, cfo = self._trace.tokens[chunk], planned.variant, planned.cfo or 0.0
             self._outcomes[planned.reason if variant is None else planned.outcome] += 1
             self._tokens["computed" if variant is None else planned.outcome] += length

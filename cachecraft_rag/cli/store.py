@@ -224,7 +224,7 @@ def sync(source: From, as_json: options.Json = False, *, settings: Settings) -> 
     For a database that has deleted documents: give it all texts that the database still holds, as for `prime`. Passages
     of unmarked prompts leave too. Those that leave are not stored again until `sync` or `prime` is given the text.
 
-    Exit code 2 if a line is in another form, there is none, or there is no store or it cannot be written.
+    Exit code 2 if a line is in another form, without any line, and without a store that can be written.
     """
     # Raises StoreError and ConfigError; see `app.main` for exit codes.
     from cachecraft_rag.prompt.builder import STAND_IN

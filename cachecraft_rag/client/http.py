@@ -9,18 +9,20 @@ from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field
 from typing import ClassVar, Self
 
-from cachecraft_rag.checks import check_number, check_text
+from cachecraft_rag.checks import check_number, check_text, listed
 from cachecraft_rag.client import replies
 from cachecraft_rag.client.link import Link, check_header
 from cachecraft_rag.client.replies import ServerFacts, checked_reply
-from cachecraft_rag.engine.base import AnswerEngine, Question
+from cachecraft_rag.engine.base import AnswerEngine
 from cachecraft_rag.engine.capabilities import Capabilities, Capability
 from cachecraft_rag.engine.config import EngineConfig
 from cachecraft_rag.engine.documents import chunks_of
 from cachecraft_rag.errors import ServerError, UnsupportedCallError
 from cachecraft_rag.model.facts import DiskSpace
 from cachecraft_rag.observability.stats import RequestStats
-from cachecraft_rag.prompt.builder import checked_chunks
+from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.prompt.builder import Turn, checked_chunks
+from cachecraft_rag.prompt.tools import Tool
 from cachecraft_rag.server.served_model import ServedModel
 from cachecraft_rag.server.wire import (
     EVICT,
@@ -36,6 +38,7 @@ from cachecraft_rag.serving.answer_text import answer_text
 from cachecraft_rag.serving.audits.audit import Audit
 from cachecraft_rag.serving.priming import DocumentPrimer, Primer, Related
 from cachecraft_rag.serving.request import Request, RequestProgress
+from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store import RowFilter
 from cachecraft_rag.store.durable import Caches, Evicted
 from cachecraft_rag.types.documents import Chunk, chunk_id_of
@@ -207,18 +210,57 @@ class HTTPEngine(AnswerEngine):
         name, headers = asked
         return self._link.audit(name, headers=headers)
 
-    def _prepared(self, request: Request, asked: Question) -> Request:
-        """Add the body that is sent to the server. Raises ConfigError for a session that no header can hold."""
-        self._session_headers(asked.session)
-        sampling = request.sampling
-        turns = [*asked.history, ("user", asked.text)]
+    def _request(
+        self,
+        question: str,
+        chunks: Iterable[Chunk],
+        *,
+        history: Iterable[Turn],
+        session: str | None,
+        sampling: SamplingParams,
+        config: ReuseConfig | None,
+        tools: Sequence[Tool],
+    ) -> SentRequest:
+        """Check a question and build its prompt, and the body that is sent to the server.
+
+        Raises ConfigError for a session that no header can hold.
+        """
+        history = listed("history", history)
+        chunks = listed("chunks", chunks)
+        request = super()._request(
+            question,
+            chunks,
+            history=history,
+            session=session,
+            sampling=sampling,
+            config=config,
+            tools=tools,
+        )
+        self._session_headers(session)
+        turns = [*history, ("user", question)]
+        body = self._body(turns, chunks, sampling)
+        if config is not None:
+            body[FIELD] = asdict(config)
+        return SentRequest(
+            request.prompt,
+            request.config,
+            sampling,
+            session,
+            request.started,
+            body=body,
+        )
+
+    def _body(
+        self, turns: Sequence[Turn], chunks: Sequence[Chunk], sampling: SamplingParams
+    ) -> dict[str, object]:
+        """Return the body of a chat request, without settings of reuse; `turns` end with the question."""
         messages = [{"role": role, "content": _sendable(text)} for role, text in turns]
         if self._system != self._facts.system:
             messages.insert(0, {"role": "system", "content": self._system})
         body: dict[str, object] = {
             "model": self._model.name,
             "messages": messages,
-            **_documents(asked.chunks),
+            **_documents(chunks),
             "stream": True,
             "return_token_ids": True,
             "max_completion_tokens": sampling.max_new_tokens,
@@ -236,16 +278,7 @@ class HTTPEngine(AnswerEngine):
                 "type": "json_schema",
                 "json_schema": {"name": "answer", "schema": json.loads(str(sampling.json_schema))},
             }
-        if asked.config is not None:
-            body[FIELD] = asdict(asked.config)
-        return SentRequest(
-            request.prompt,
-            request.config,
-            sampling,
-            asked.session,
-            request.started,
-            body=body,
-        )
+        return body
 
     def _pieces(self, request: Request, progress: RequestProgress) -> Generator[str]:
         self._home.require()

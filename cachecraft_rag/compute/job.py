@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +14,8 @@ from cachecraft_rag.compute.kv_buffer import KVBuffer, ResidentKV
 from cachecraft_rag.compute.rows import RowReason, Rows
 from cachecraft_rag.planning.config import Loading
 from cachecraft_rag.planning.planner import Plan
+from cachecraft_rag.store.layout import StoredVariant
+from cachecraft_rag.types.variants import TierName
 
 Reselect = Callable[[Mapping[int, NDArray[np.floating]], Rows, Mapping[int, float]], Plan]
 
@@ -45,11 +47,14 @@ class EarlyTermination:
 
 @dataclass(frozen=True)
 class PrefillJob:
-    """Rows and chunk-caches of one prefill.
+    """Rows and chunk-caches of one prefill, as planned; `close` it.
 
     token_ids     token ids of the whole prompt, `[tokens]`
     rows          positions that are computed in any case, with their reasons; the last segment is the question
-    resident      chunk-caches in memory; the other stored ones are being loaded, see `OverlappedPrefill`
+    plan          the plan that it carries out; without segments if it was made without one
+    resident      chunk-caches in memory
+    stored        segment index → its open chunk-cache that is still to be loaded
+    tiers         variant id → the tier that holds it, of the chunk-caches that are read
     captures      segments to record if one pass computes them whole
     capacity      number of positions to make room for: the prompt and the answer
     shared_until  position up to which keys and values must not depend on the question: chunks before it will be
@@ -65,7 +70,10 @@ class PrefillJob:
 
     token_ids: Sequence[int] | NDArray[np.integer]
     rows: Rows
+    plan: Plan = ()
     resident: Sequence[ResidentKV] = ()
+    stored: Mapping[int, StoredVariant] = field(default_factory=dict)
+    tiers: Mapping[str, TierName] = field(default_factory=dict)
     captures: Sequence[int] = ()
     capacity: int = 0
     shared_until: int = 0
@@ -75,6 +83,22 @@ class PrefillJob:
     loading: Loading = "cake"
     early_termination: EarlyTermination | None = None
     probe: ProbeRequest | None = None
+
+    @property
+    def to_load(self) -> list[tuple[StoredVariant, int]]:
+        """Pairs of a chunk-cache to load and its first position in the prompt, in prompt order."""
+        bounds = self.rows.bounds
+        return [(variant, bounds[index]) for index, variant in self.stored.items()]
+
+    @property
+    def not_needed(self) -> frozenset[int]:
+        """Positions of `stored` that need not be loaded; none before a probe, which sees all of them."""
+        return frozenset() if self.probe is not None else frozenset(self.unused(self.rows).tolist())
+
+    def close(self) -> None:
+        """Close the chunk-caches of `stored`; tensors that were loaded stay usable."""
+        for variant in self.stored.values():
+            variant.close()
 
     def unused(self, rows: Rows, *, may_drop: bool = True) -> NDArray[np.int64]:
         """Return the recomputed positions whose stored keys and values nothing uses, int64, ascending.

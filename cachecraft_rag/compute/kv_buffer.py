@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from cachecraft_rag.compute.stack import RotaryTables, Stack
-from cachecraft_rag.kernels.gather import place_all
 from cachecraft_rag.kernels.gpu.choice import uses_triton
 from cachecraft_rag.kernels.gpu.streams import copy_stream, launched, wait_on_stream
+from cachecraft_rag.kernels.placing import place_all
 
 # Layers of a chunk-cache that one copy moves to a GPU. With one copy per layer, launching takes longer than the bus.
 # With one copy of all layers, the GPU would wait for whole chunk-caches before the first layer.

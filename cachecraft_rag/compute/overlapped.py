@@ -382,10 +382,7 @@ class OverlappedPrefill:
 
         not_done = np.flatnonzero((rows.reason == RowReason.RECOMPUTED) & ~rows.done)
         selected = np.concatenate(
-            [
-                rows.bounds[segment] + plan.segments[segment].recompute
-                for segment in self._job.reused
-            ]
+            [rows.bounds[segment] + plan[segment].recompute for segment in self._job.reused]
         )
         without_old_selection = rows.mark(not_done, RowReason.STORED)
         self._rows = without_old_selection.mark(selected, RowReason.RECOMPUTED)

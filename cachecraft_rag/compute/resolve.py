@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -36,41 +35,7 @@ from cachecraft_rag.store.row_checks import LookupResult
 from cachecraft_rag.types.captures import TokenScores
 from cachecraft_rag.types.prompts import Prompt
 from cachecraft_rag.types.store_reasons import Unavailable
-from cachecraft_rag.types.variants import LoadedVariant, TierName
-
-
-@dataclass(frozen=True)
-class Resolved:
-    """The plan of one prompt, the job that executes it, and the chunk-caches it reads.
-
-    plan    the plan of the prompt
-    job     the prefill job
-    stored  segment index → its chunk-cache that is still to be loaded
-    tiers   variant id → the tier that holds it; variants that are not read (`PrefillJob.unread`) are missing
-    """
-
-    plan: Plan
-    job: PrefillJob
-    stored: Mapping[int, StoredVariant]
-    tiers: Mapping[str, TierName]
-
-    @property
-    def to_load(self) -> list[tuple[StoredVariant, int]]:
-        """Pairs of a chunk-cache to load and its first position in the prompt, in prompt order."""
-        bounds = self.job.rows.bounds
-        return [(variant, bounds[index]) for index, variant in self.stored.items()]
-
-    @property
-    def unused(self) -> frozenset[int]:
-        """Positions of open chunk-caches that need not be loaded; none before a probe, which sees all of them."""
-        if self.job.probe is not None:
-            return frozenset()
-        return frozenset(self.job.unused(self.job.rows).tolist())
-
-    def close(self) -> None:
-        """Close the variants of `stored`; tensors that were loaded stay usable."""
-        for variant in self.stored.values():
-            variant.close()
+from cachecraft_rag.types.variants import LoadedVariant
 
 
 def resolve(
@@ -82,7 +47,7 @@ def resolve(
     ranks: Ranks,
     answer_tokens: int,
     scores: Mapping[str, TokenScores] | None = None,
-) -> Resolved:
+) -> PrefillJob:
     """Decide what is reused, open what is read, and make the prefill job, which the caller closes.
 
     If a variant cannot be opened, the plan is made again without it. Variants of segments that are recomputed in full
@@ -110,7 +75,7 @@ def resolve(
             unread = _unread(prompt, plan, config, has_probe=probe is not None)
             chosen = {
                 planned.variant.variant_id: planned.variant
-                for index, planned in enumerate(plan.segments)
+                for index, planned in enumerate(plan)
                 if planned.variant and index not in unread
             }
             missing = [
@@ -134,7 +99,7 @@ def resolve(
                 break
 
         chosen_variants = {variant_id: opened[variant_id] for variant_id in chosen}
-        resolved = _resolved(
+        job = _job(
             prompt, plan, chosen_variants, config, probe, unread, answer_tokens=answer_tokens
         )
         close_on_error.pop_all()
@@ -143,19 +108,19 @@ def resolve(
         unused = opened[variant_id]
         if isinstance(unused, StoredVariant):
             unused.close()
-    return resolved
+    return job
 
 
 def _without_scores(plan: Plan, known: Container[str]) -> list[str]:
     """Return the ids of the variants to fix whose token scores are not known yet."""
     return [
         planned.variant.variant_id
-        for planned in plan.segments
+        for planned in plan
         if planned.to_fix and planned.variant and planned.variant.variant_id not in known
     ]
 
 
-def _resolved(
+def _job(
     prompt: Prompt,
     plan: Plan,
     opened: Mapping[str, LoadedVariant | StoredVariant],
@@ -164,13 +129,13 @@ def _resolved(
     unread: frozenset[int],
     *,
     answer_tokens: int,
-) -> Resolved:
-    """Return the plan with its job; `opened` holds the variants that are read, by id."""
+) -> PrefillJob:
+    """Return the job that carries the plan out; `opened` holds the variants that are read, by id."""
     bounds = prompt.bounds
     resident: list[ResidentKV] = []
     captures: list[int] = []
     stored: dict[int, StoredVariant] = {}
-    for index, planned in enumerate(plan.segments):
+    for index, planned in enumerate(plan):
         if index in unread:
             continue
         variant = None if planned.variant is None else opened[planned.variant.variant_id]
@@ -183,22 +148,23 @@ def _resolved(
         if config.capture and segment.kind != "question" and not segment.found:
             captures.append(index)  # also of stored segments: they are computed if loading fails
 
-    job = PrefillJob(
+    return PrefillJob(
         token_ids=prompt.token_array,
         rows=rows_of(plan, bounds),
+        plan=plan,
         resident=resident,
+        stored=stored,
+        tiers={variant_id: variant.tier for variant_id, variant in opened.items()},
         captures=captures,
         capacity=bounds[-1] + answer_tokens,
         shared_until=_shared_until(prompt, plan, config),
-        reused=[index for index, planned in enumerate(plan.segments) if planned.to_fix],
+        reused=[index for index, planned in enumerate(plan) if planned.to_fix],
         unread=unread,
         drift=config.method.drift,
         loading=config.method.loading,
         early_termination=_early_termination(prompt, plan, config),
         probe=probe,
     )
-    tiers = {variant_id: variant.tier for variant_id, variant in opened.items()}
-    return Resolved(plan, job, stored, tiers)
 
 
 def rows_of(plan: Plan, bounds: Sequence[int]) -> Rows:
@@ -208,7 +174,7 @@ def rows_of(plan: Plan, bounds: Sequence[int]) -> Rows:
     """
     new = [no_offsets()]
     recomputed = [no_offsets()]
-    for index, planned in enumerate(plan.segments):
+    for index, planned in enumerate(plan):
         if planned.variant is None:
             new.append(np.arange(bounds[index], bounds[index + 1]))
         recomputed.append(bounds[index] + planned.recompute)
@@ -221,7 +187,7 @@ def _shared_until(prompt: Prompt, plan: Plan, config: ReuseConfig) -> int:
     if not config.capture:
         return shared_until
     bounds = prompt.bounds
-    for index, (segment, planned) in enumerate(zip(prompt.segments, plan.segments, strict=True)):
+    for index, (segment, planned) in enumerate(zip(prompt.segments, plan, strict=True)):
         if segment.private:  # the captures of this segment and all later ones belong to its session
             break
         if planned.variant is None:
@@ -238,7 +204,7 @@ def _unread(prompt: Prompt, plan: Plan, config: ReuseConfig, *, has_probe: bool)
     bounds = prompt.bounds
     shared_until = _shared_until(prompt, plan, config)
     unread: list[int] = []
-    for index, planned in enumerate(plan.segments):
+    for index, planned in enumerate(plan):
         if not planned.to_fix or planned.recomputed_share < 1.0:
             continue
         may_be_chosen_again = has_probe and not planned.in_full
@@ -251,7 +217,7 @@ def _unread(prompt: Prompt, plan: Plan, config: ReuseConfig, *, has_probe: bool)
 def _early_termination(prompt: Prompt, plan: Plan, config: ReuseConfig) -> EarlyTermination | None:
     """Return the settings of Algorithm 1 for the last pass; None if it is off or no token is recomputed."""
     if config.method.early_termination != "published" or not any(
-        len(planned.recompute) for planned in plan.segments
+        len(planned.recompute) for planned in plan
     ):
         return None
     return EarlyTermination(config.method.early_termination_window, _question_text(prompt))
@@ -272,7 +238,7 @@ def _probe(
     rows = 0
     chosen = 0
     to_choose_from = 0
-    for index, (segment, planned) in enumerate(zip(prompt.segments, plan.segments, strict=True)):
+    for index, (segment, planned) in enumerate(zip(prompt.segments, plan, strict=True)):
         tokens = len(segment.token_ids)
         rows += tokens if planned.variant is None else len(planned.recompute)
         if planned.to_fix and not planned.in_full and bounds[index] >= shared_until:
@@ -304,7 +270,7 @@ def _plan_with_probe(
     is_selected = rows.having(RowReason.RECOMPUTED)  # [tokens], like the next two
     is_settled = is_selected & rows.done
     is_computed = rows.having(RowReason.NEW, RowReason.COMPUTED_INSTEAD)
-    for index, planned in enumerate(plan.segments):
+    for index, planned in enumerate(plan):
         if not planned.to_fix:
             continue
         span = rows.span(index)
@@ -325,7 +291,7 @@ def _plan_with_probe(
     )
 
 
-def executed_plan(resolved: Resolved, loads: PendingLoads, result: PrefillResult) -> Plan:
+def executed_plan(job: PrefillJob, loads: PendingLoads, result: PrefillResult) -> Plan:
     """Return the plan as it was executed, with the tokens that were computed instead of loaded, and why.
 
     If a part of a segment failed to load, that is the reason of all its tokens. COMPUTED_LATE replaces it for reused
@@ -335,9 +301,9 @@ def executed_plan(resolved: Resolved, loads: PendingLoads, result: PrefillResult
     because they are stored already, and those of reused segments that were computed late, because their tokens attended
     to stored ones.
     """
-    plan = result.plan or resolved.plan
-    segments = list(plan.segments)
-    for index, variant in resolved.stored.items():
+    plan = result.plan or job.plan
+    segments = list(plan)
+    for index, variant in job.stored.items():
         # decided while loading, in `LoadSplit.next_piece` or `OverlappedPrefill._wait_for_layer`
         reason = Reason.COMPUTED_FASTER
         detail = ""
@@ -354,4 +320,4 @@ def executed_plan(resolved: Resolved, loads: PendingLoads, result: PrefillResult
             result.recorder.forget(index)
         computed = result.rows.offsets(index, RowReason.COMPUTED_INSTEAD)
         segments[index] = with_not_loaded(segments[index], computed, reason, detail)
-    return Plan(tuple(segments))
+    return tuple(segments)

@@ -28,8 +28,8 @@ from cachecraft_rag.compute.stale_tokens.drift_correction import DriftCorrection
 from cachecraft_rag.compute.timing import Timer, untimed
 from cachecraft_rag.kernels.attention import attention, attention_with_mass
 from cachecraft_rag.kernels.cpu.calls import LayerRow
-from cachecraft_rag.kernels.gather import scatter_rows
 from cachecraft_rag.kernels.gpu.streams import LAYERS_IN_FLIGHT, LayersInFlight, sent
+from cachecraft_rag.kernels.placing import scatter_rows
 from cachecraft_rag.kernels.rope import rotate
 from cachecraft_rag.kernels.visibility import Visibility
 

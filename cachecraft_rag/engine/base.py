@@ -12,7 +12,6 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import ClassVar, Protocol, Self, TypedDict, Unpack
 
@@ -64,19 +63,6 @@ class AnswerOptions(TypedDict, total=False):
     history: Iterable[Turn]
     session: str | None
     sampling: SamplingParams | None
-    config: ReuseConfig | None
-    tools: Sequence[Tool]
-
-
-@dataclass(frozen=True)
-class Question:
-    """A question with its chunks and options, as it was asked; fields as the arguments of `AnswerEngine.stream`."""
-
-    text: str
-    chunks: list[Chunk]
-    history: list[Turn]
-    session: str | None
-    sampling: SamplingParams
     config: ReuseConfig | None
     tools: Sequence[Tool]
 
@@ -297,15 +283,14 @@ class AnswerEngine(ABC):
         settings = self.for_prompt(self.calibrated(reuse), prompt)
         owner = session_of(prompt, session)
         request = Request(prompt, settings, sampling, owner, started, namespace=self.namespace)
-        asked = Question(question, chunks, history, session, sampling, config, tools)
-        return self._prepared(request, asked)
+        return self._prepared(request, reuse)
 
     def for_prompt(self, config: ReuseConfig, prompt: Prompt) -> ReuseConfig:
         """Return the settings for a prompt: these, or if it is too short, a copy that reuses and captures nothing."""
         return config.for_prompt(prompt.bounds[-1], measured=self.min_prompt_tokens)
 
-    def _prepared(self, request: Request, asked: Question) -> Request:
-        """Return the request with whatever this engine adds to it."""
+    def _prepared(self, request: Request, reuse: ReuseConfig) -> Request:
+        """Return the request with whatever this engine adds to it; `reuse` are its settings before any calibration."""
         return request
 
     def recogniser(self, session: str | None) -> Recognise | None:

@@ -48,7 +48,7 @@ _OFTEN_TRIED = MappingProxyType(
 @refuses_other_names(what="setting of the tuning")
 @dataclass(frozen=True, slots=True)
 class EngineTuning:
-    """Settings of how requests share an engine, to change only after a measurement.
+    """Tuned settings of how requests share an engine. Change them only after a measurement.
 
     An engine over vLLM refuses them: vLLM has its own queue.
 
@@ -200,9 +200,9 @@ class EngineConfig:
         return published.with_tuning(preload_bytes=preload_bytes).with_options(**options)
 
     def require_usable_target(self) -> None:
-        """Raise ConfigError for a quality target that could not act, without audits or with a fixed ratio or α.
+        """Raise ConfigError for a quality target without audits, or with a fixed ratio or α: it would have no effect.
 
-        Engines call this when they are made, because the options of one engine may come from several places.
+        Engines call this when they are created, because their options may be given in several places.
         """
         if self.quality_target is None:
             return

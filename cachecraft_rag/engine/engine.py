@@ -31,7 +31,7 @@ from cachecraft_rag.checks import (
 from cachecraft_rag.compute.balance.speed import ComputeSpeed
 from cachecraft_rag.compute.captures.write_back import Ended, WriteBackQueue
 from cachecraft_rag.compute.driver import Work
-from cachecraft_rag.engine.base import AnswerEngine, PathLike, Question
+from cachecraft_rag.engine.base import AnswerEngine, PathLike
 from cachecraft_rag.engine.config import EngineConfig
 from cachecraft_rag.engine.reuse_timing import ReuseTiming
 from cachecraft_rag.errors import ConfigError
@@ -462,7 +462,7 @@ class Engine(AnswerEngine):
             started or time.perf_counter(),
             namespace=self.namespace,
         )
-        return self._generation(self._constrained(request, config))
+        return self._generation(self._prepared(request, config))
 
     def recogniser(self, session: str | None) -> Recognise | None:
         """Return a function that finds captured texts in token ids, those of the session too."""
@@ -471,12 +471,9 @@ class Engine(AnswerEngine):
         )
         return partial(recognise_captured, look_up=look_up)
 
-    def _prepared(self, request: Request, asked: Question) -> Request:
-        return self._constrained(request, asked.config or self.config)
-
-    def _constrained(self, request: Request, asked: ReuseConfig) -> Request:
+    def _prepared(self, request: Request, reuse: ReuseConfig) -> Request:
         """Add the ratio that a quality target chooses for these settings, and the grammar of the answer."""
-        request = self.auditor.results.with_ratio(request, asked)
+        request = self.auditor.results.with_ratio(request, reuse)
         schema = request.sampling.json_schema
         if schema is None:
             return request

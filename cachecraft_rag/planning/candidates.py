@@ -52,11 +52,7 @@ class Candidate:
         A chunk after private text can be reused only within its session, so without one these chunks do not count.
         """
         segments = prompt.segments
-        fixed = {
-            index: n
-            for index, planned in enumerate(plan.segments)
-            if (n := _spent(planned, config))
-        }
+        fixed = {index: n for index, planned in enumerate(plan) if (n := _spent(planned, config))}
         private = next(
             (index for index, segment in enumerate(segments) if segment.private), len(segments)
         )

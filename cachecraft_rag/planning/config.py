@@ -37,7 +37,7 @@ Scoring = Literal["corrected", "published"]
 @refuses_other_names(what="setting of method")
 @dataclass(frozen=True, slots=True)
 class ReuseMethod:
-    """Settings of the method of reuse, to change only when you compare or tune methods.
+    """The method of reuse. Change it only to compare or tune methods.
 
     scope            contexts in which a chunk-cache may be reused. "anywhere": at any position after any chunks
                      (Cache-Craft). "prefix": after its origin prefix only (the exact baseline PREFIX-CACHE of
@@ -141,15 +141,15 @@ class ReuseConfig:
     recompute_ratio    fraction of the tokens to recompute of each chunk in a new context; 1 is exact, also with a lossy
                        codec. None = CFO decides if there is an α, given or calibrated, or else `DEFAULT_RATIO`
     nearest_share      largest part of the prompt's chunk tokens that the last chunk, directly before the question, may
-                       have for it to be recomputed in full; 0 = never, as in the paper. As many tokens of the whole
-                       prompt are the better choice (docs/decisions/recomputed-rows.md)
+                       have for it to be recomputed in full; 0 = never, as in the paper. The same number of tokens,
+                       chosen from the whole prompt, is better (docs/decisions/recomputed-rows.md)
     min_prompt_tokens  prompts with fewer tokens are computed in full, and nothing of them is captured, because they
                        would take longer with reuse. None = the length that was measured on a GPU, when an engine
                        started (`from_pretrained`, or a vLLM server) or by `Engine.measure_min_prompt_tokens`; elsewhere
                        0, all prompts
     plain_prompts      reuse in prompts without documents (unmarked text). "reuse" recognises text that was captured
                        before and captures passages that occur again; "off" computes the whole prompt
-    method             how chunk-caches are reused, to compare methods with: a `ReuseMethod`
+    method             how chunk-caches are reused: a `ReuseMethod`, for comparing methods
     """
 
     reuse: bool = True
@@ -234,7 +234,7 @@ class ReuseConfig:
         return replace(self, **{**values, "method": method})
 
     def differences(self, other: ReuseConfig) -> list[str]:
-        """Return the names of the settings that differ, in the order of the fields; the method's as "method.…"."""
+        """Return the names of the settings that differ, in the order of the fields; of the method as "method.…"."""
         names = [setting.name for setting in fields(self) if setting.name != "method"]
         return [
             name
@@ -255,9 +255,9 @@ class ReuseConfig:
         return DEFAULT_RATIO
 
     def for_prompt(self, tokens: int, *, measured: int = 0) -> Self:
-        """Return these settings, or for a prompt too short to reuse anything, a copy that switches it all off.
+        """Return these settings, or, for a prompt that is too short, a copy without reuse and captures.
 
-        `measured` is the least length in place of a `min_prompt_tokens` of None.
+        `measured` is the shortest length with reuse, for a `min_prompt_tokens` of None.
 
         >>> ReuseConfig(min_prompt_tokens=1000).for_prompt(800).reuse
         False

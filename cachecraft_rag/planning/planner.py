@@ -108,11 +108,8 @@ class SegmentPlan:
         return self.outcome == "reused" and not self.at_origin
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """The plan for a prompt: one entry per segment, in prompt order."""
-
-    segments: tuple[SegmentPlan, ...]
+# The plan for a prompt: one entry per segment, in prompt order.
+Plan = tuple[SegmentPlan, ...]
 
 
 def make_plan(
@@ -178,7 +175,7 @@ def make_plan(
         plans.append(plan)
         if segment.kind == "chunk":
             places[segment.segment_id] = index
-    return Plan(tuple(_with_last_chunk_in_full(segments, plans, config)))
+    return tuple(_with_last_chunk_in_full(segments, plans, config))
 
 
 def _with_last_chunk_in_full(
@@ -393,7 +390,7 @@ def with_selection(
     not_to_choose: list[Offsets] = []
     spent: list[int] = []
     fixed_indices: list[int] = []
-    segments = _with_focus(plan.segments, focus)
+    segments = _with_focus(plan, focus)
     none = no_offsets()
 
     for index, planned in enumerate(segments):
@@ -438,7 +435,7 @@ def with_selection(
         if index in recomputed:
             offsets = np.sort(np.concatenate((offsets, recomputed[index])))
         segments[index] = _fixed(segments[index], offsets, config.method.selector)
-    return Plan(tuple(segments))
+    return tuple(segments)
 
 
 def _without(offsets: Offsets, others: Offsets) -> Offsets:
@@ -503,13 +500,13 @@ def exact_shares(plan: Plan, lengths: Sequence[int]) -> list[float]:
     codec after their origin prefix nearly in full. `lengths` are tokens of the segments.
 
     >>> a, b, c = SegmentPlan("exact"), SegmentPlan("reused"), SegmentPlan("computed")
-    >>> exact_shares(Plan((a, b, c, c)), [10, 30, 20, 5])  # 1, 10/10, 10/40, (10 + 20 · .25) / 60
+    >>> exact_shares((a, b, c, c), [10, 30, 20, 5])  # 1, 10/10, 10/40, (10 + 20 · .25) / 60
     [1.0, 1.0, 0.25, 0.25]
     """
     shares = []
     exact_tokens = 0.0
     total_tokens = 0.0
-    for planned, length in zip(plan.segments, lengths, strict=True):
+    for planned, length in zip(plan, lengths, strict=True):
         context_share = exact_tokens / total_tokens if total_tokens else 1.0
         shares.append(context_share)
         if planned.outcome == "exact":

@@ -103,7 +103,7 @@ SELECTORS: Mapping[str, Selector] = MappingProxyType(
 
 
 def selector_named(name: str) -> Selector:
-    """Return the selector with this name; raise ConfigError with the known names if there is none."""
+    """Return the selector with this name; for an unknown name raise ConfigError, which lists the known ones."""
     try:
         return SELECTORS[name]
     except KeyError:

@@ -202,9 +202,7 @@ def candidates_of(
     system, *_ = prompt.segments
     segments = tuple(replace(segment, found=False) for segment in prompt.segments)
     found_plans = {
-        index: planned
-        for index, planned in enumerate(plan.segments)
-        if prompt.segments[index].found
+        index: planned for index, planned in enumerate(plan) if prompt.segments[index].found
     }
     new = [index for index, planned in found_plans.items() if planned.variant is None]
     new_passages = frozenset(

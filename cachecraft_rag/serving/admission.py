@@ -69,9 +69,7 @@ class FutureCaptures:
         self.namespace = namespace
         ids = tuple(segment.segment_id for segment in prompt.segments)
         is_private = False
-        for index, (segment, planned) in enumerate(
-            zip(prompt.segments[:-1], plan.segments, strict=False)
-        ):
+        for index, (segment, planned) in enumerate(zip(prompt.segments[:-1], plan, strict=False)):
             is_private = is_private or segment.private
             is_captured = (
                 planned.variant is None and segment.kind != "question" and not segment.found

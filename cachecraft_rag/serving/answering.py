@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Generator, Sequence
-from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -17,10 +16,10 @@ from torch import Tensor
 from cachecraft_rag.compute.captures.write_back import CaptureContext, WriteBackQueue
 from cachecraft_rag.compute.decode import DecodeStep, extend
 from cachecraft_rag.compute.driver import Call, Until, Work
-from cachecraft_rag.compute.job import PrefillResult
+from cachecraft_rag.compute.job import PrefillJob, PrefillResult
 from cachecraft_rag.compute.kv_buffer import KVBuffer
 from cachecraft_rag.compute.overlapped import OverlappedPrefill
-from cachecraft_rag.compute.resolve import Resolved, executed_plan, resolve
+from cachecraft_rag.compute.resolve import executed_plan, resolve
 from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.planning.candidates import Candidate
 from cachecraft_rag.planning.planner import Plan, exact_shares
@@ -44,33 +43,8 @@ from cachecraft_rag.types.prompts import Segment
 logger = logging.getLogger("cachecraft_rag")
 
 
-@dataclass
-class LoadingPlan:
-    """A resolved plan whose loading has begun; `close` it."""
-
-    resolved: Resolved
-    loads: PendingLoads
-    loader: Loader
-    closed: bool = False
-
-    def close(self) -> None:
-        """End loading, without waiting for reads under way, and close the chunk-caches."""
-        if not self.closed:
-            self.closed = True
-            self.loader.end(self.loads)
-            self.resolved.close()
-
-
-@dataclass(frozen=True)
-class Prefilled:
-    """A prompt ready to be answered.
-
-    logits  `[vocabulary]` of its last token
-    buffer  its keys and values
-    """
-
-    logits: Tensor
-    buffer: KVBuffer
+# A job and its chunk-caches that are being loaded; `Loader.end` closes them.
+LoadingJob = tuple[PrefillJob, PendingLoads]
 
 
 @dataclass(eq=False)
@@ -108,8 +82,10 @@ class Answering:
 
     def prefill(
         self, task: LoopTask, request: Request, progress: RequestProgress, captures: FutureCaptures
-    ) -> Work[Prefilled]:
+    ) -> Work[tuple[Tensor, KVBuffer]]:
         """Wait for the turn, plan, and prefill while what is not in memory is being loaded.
+
+        Returns the logits `[vocabulary]` of the prompt's last token, and the prompt's keys and values.
 
         With reuse on, it also waits for chunks that other requests compute and this one can use, and hands these
         captures to write-back. In the end, also after an error, the turn is given back and loading is ended. Tokens of
@@ -117,7 +93,7 @@ class Answering:
         nothing to hand over.
         """
         admission = self.admission
-        plan: LoadingPlan | None = None
+        loading: LoadingJob | None = None
         admission.enter(task)
         try:
             began = time.perf_counter()
@@ -128,15 +104,15 @@ class Answering:
                 )
                 changes = self._changes
                 if not admission.is_first(task):
-                    plan = yield from self._preload(task, request, progress)
+                    loading = yield from self._preload(task, request, progress)
                 yield from admission.wait(lambda: admission.is_first(task), began)
 
             # The next in line plans and loads while it waits.
             if not admission.is_free():
-                if plan is None:
+                if loading is None:
                     changes = self._changes
-                    plan = yield self.loop.aside(self._plan, request, progress, None)
-                rows = plan.resolved.job.rows.open()
+                    loading = yield self.loop.aside(self._plan, request, progress, None)
+                rows = loading[0].rows.open()
                 yield from admission.wait(
                     lambda: admission.is_free() or self._joins(rows, request), began
                 )
@@ -146,10 +122,11 @@ class Answering:
             if request.config.reuse:
                 yield from self._captures_of_others(request)
             is_out_of_date = request.config.reuse and changes != self._changes
-            if plan is None or is_out_of_date:
-                plan = yield self.loop.aside(self._plan, request, progress, plan)
-            progress.plan = plan.resolved.plan
-            progress.tiers = plan.resolved.tiers
+            if loading is None or is_out_of_date:
+                loading = yield self.loop.aside(self._plan, request, progress, loading)
+            job, _ = loading
+            progress.plan = job.plan
+            progress.tiers = job.tiers
             progress.planned_s = request.clock()
 
             if request.config.capture:
@@ -160,31 +137,30 @@ class Answering:
                     namespace=request.namespace,
                 )
                 self._captures.append(captures)
-            return (yield from self._compute(task, request, progress, plan, captures))
+            return (yield from self._compute(task, request, progress, loading, captures))
         except BaseException:  # an answer that is closed too: its captures will not be made
             self._forget(captures)
             raise
         finally:
             admission.leave(task)
-            if plan is not None:
-                plan.close()
+            if loading is not None:
+                _, loads = loading
+                self.loader.end(loads)
 
     def _preload(
         self, task: LoopTask, request: Request, progress: RequestProgress
-    ) -> Work[LoadingPlan | None]:
+    ) -> Work[LoadingJob | None]:
         """Plan, and begin to load, for a request that others wait before; None if the budget has no room for it.
 
         Cache-Craft, section 3.5: chunk-caches of all waiting requests are loaded ahead.
         """
-        resolved: Resolved = yield self.loop.aside(self._resolve, request, progress)
+        job: PrefillJob = yield self.loop.aside(self._resolve, request, progress)
         layout = self.decoder.layout
-        nbytes = sum(layout.nbytes(stored.variant.tokens) for stored, _ in resolved.to_load)
+        nbytes = sum(layout.nbytes(stored.variant.tokens) for stored, _ in job.to_load)
         if not self.admission.reserve(task, nbytes):
-            resolved.close()
+            job.close()
             return None
-        return LoadingPlan(
-            resolved, self.loader.begin(resolved.to_load, resolved.unused), self.loader
-        )
+        return job, self.loader.begin(job.to_load, job.not_needed)
 
     def _joins(self, rows: Sequence[int] | NDArray[np.int64], request: Request) -> bool:
         """Return whether a request may prefill beside the running ones, and waits for none of their captures."""
@@ -223,35 +199,36 @@ class Answering:
         yield Until(lambda: not self.write_back.pending(ids, namespace=tenant))
 
     def _plan(
-        self, request: Request, progress: RequestProgress, early: LoadingPlan | None
-    ) -> LoadingPlan:
-        """Plan, and begin to load; an `early` plan is kept if it chose the same variants, because it loads already."""
-        resolved = self._resolve(request, progress)
+        self, request: Request, progress: RequestProgress, early: LoadingJob | None
+    ) -> LoadingJob:
+        """Plan, and begin to load; an `early` job is kept if it chose the same variants, because it loads already."""
+        job = self._resolve(request, progress)
         if early is not None:
-            if _chosen(early.resolved) == _chosen(resolved):
-                resolved.close()
+            early_job, early_loads = early
+            if _chosen(early_job.plan) == _chosen(job.plan):
+                job.close()
                 return early
             # what it has loaded completely is in memory now, and the new plan finds it there
-            early.close()
-            resolved.close()
-            resolved = self._resolve(request, progress)
-        return LoadingPlan(
-            resolved, self.loader.begin(resolved.to_load, resolved.unused), self.loader
-        )
+            self.loader.end(early_loads)
+            job.close()
+            job = self._resolve(request, progress)
+        return job, self.loader.begin(job.to_load, job.not_needed)
 
-    def _resolve(self, request: Request, progress: RequestProgress) -> Resolved:
+    def _resolve(self, request: Request, progress: RequestProgress) -> PrefillJob:
         """Look up and plan."""
         prompt = request.prompt
-        found = LookupResult({})
+        lookup = LookupResult({})
         with self.loop.timer("planning"):
             if request.config.reuse:
                 segments = [segment for segment in prompt.segments if segment.kind != "question"]
-                found = self.look_up(segments, session=request.session, namespace=request.namespace)
-                progress.remote = found.remote
-                progress.removed.update(found.removed)
+                lookup = self.look_up(
+                    segments, session=request.session, namespace=request.namespace
+                )
+                progress.remote = lookup.remote
+                progress.removed.update(lookup.removed)
             return resolve(
                 prompt,
-                found,
+                lookup,
                 request.config,
                 store=self.store,
                 ranks=self.decoder.ranks,
@@ -263,23 +240,22 @@ class Answering:
         task: LoopTask,
         request: Request,
         progress: RequestProgress,
-        plan: LoadingPlan,
+        loading: LoadingJob,
         captures: FutureCaptures,
-    ) -> Work[Prefilled]:
-        resolved = plan.resolved
-        loads = plan.loads
+    ) -> Work[tuple[Tensor, KVBuffer]]:
+        job, loads = loading
         task.loads = loads
-        with closing(plan):
-            prefill = OverlappedPrefill(
-                self.decoder,
-                resolved.job,
-                loads,
-                self.loop.joint.speed,
-                timer=self.loop.timer,
-            )
-            result: PrefillResult = yield from prefill.steps()
+        prefill = OverlappedPrefill(
+            self.decoder,
+            job,
+            loads,
+            self.loop.joint.speed,
+            timer=self.loop.timer,
+        )
+        result: PrefillResult = yield from prefill.steps()
+        self.loader.end(loads)
 
-        progress.plan = executed_plan(resolved, loads, result)
+        progress.plan = executed_plan(job, loads, result)
         progress.waited_s = task.load_s
         progress.row_layers = result.row_layers
         progress.focus_layer = result.focus_layer
@@ -287,7 +263,7 @@ class Answering:
         captures.computed = True
         with self.loop.timer("logits"):
             logits = self.decoder.next_logits(result.hidden)
-        return Prefilled(logits, result.buffer)
+        return logits, result.buffer
 
     def _submit(self, request: Request, progress: RequestProgress, result: PrefillResult) -> None:
         """Hand the captures of a request to write-back."""
@@ -300,7 +276,7 @@ class Answering:
             shares,
             request.session,
             removed=progress.removed,
-            reused=[planned.variant for planned in progress.plan.segments],
+            reused=[planned.variant for planned in progress.plan],
             namespace=request.namespace,
         )
         self.write_back.submit(result.recorder, result.buffer.kv[:, 0], context)
@@ -320,10 +296,10 @@ class Answering:
         """
         captures = FutureCaptures()
         predictions = self.auditor.recorder(request)
-        output = yield from self.prefill(task, request, progress, captures)
+        logits, buffer = yield from self.prefill(task, request, progress, captures)
         try:
             last = yield from self._decode(
-                request, progress, output, queue, predictions=predictions
+                request, progress, logits, buffer, queue, predictions=predictions
             )
         except GeneratorExit:  # closed by its reader, who has read a part of it
             read = progress.tokens[: progress.generated]
@@ -350,17 +326,19 @@ class Answering:
         """
         captures = FutureCaptures()
         queue = TokenQueue(bounded=False)
-        output = yield from self.prefill(task, request, progress, captures)
+        prompt_logits, buffer = yield from self.prefill(task, request, progress, captures)
         try:
-            int(output.logits.argmax())  # waits for a GPU, as drawing the first token would
+            int(prompt_logits.argmax())  # waits for a GPU, as drawing the first token would
             progress.first_token_s = request.clock()
             known: list[int] = []
             if target is not None:
-                logits = yield from self._predict(request, output, target)
+                logits = yield from self._predict(request, prompt_logits, buffer, target)
                 known = _known_tokens(logits, target)
-            last = yield from self._decode(request, progress, output, queue, known=known)
+            last = yield from self._decode(
+                request, progress, prompt_logits, buffer, queue, known=known
+            )
             if target is None:
-                logits = yield from self._predict(request, output, progress.tokens)
+                logits = yield from self._predict(request, prompt_logits, buffer, progress.tokens)
         finally:
             self._finish(request, progress, captures)
         progress.generated = last.generated
@@ -371,7 +349,8 @@ class Answering:
         self,
         request: Request,
         progress: RequestProgress,
-        output: Prefilled,
+        logits: Tensor,
+        buffer: KVBuffer,
         queue: TokenQueue,
         *,
         known: Sequence[int] = (),
@@ -387,8 +366,8 @@ class Answering:
         sampler = Sampler(request.sampling, request.constraint)
         prompt_tokens = request.prompt.bounds[-1]
         if predictions is not None:
-            predictions.note(output.logits)
-        token = known[0] if known else sampler.draw(output.logits)
+            predictions.note(logits)
+        token = known[0] if known else sampler.draw(logits)
         while True:
             progress.first_token_s = progress.first_token_s or request.clock()
             progress.tokens.append(token)
@@ -403,20 +382,20 @@ class Answering:
                 continue
             if not queue.has_room():
                 yield Until(queue.has_room, for_reader=True)
-            logits = yield DecodeStep(output.buffer, token, prompt_tokens + count - 1)
+            logits = yield DecodeStep(buffer, token, prompt_tokens + count - 1)
             if predictions is not None:
                 predictions.note(logits)
             token = sampler.draw(logits)
 
-    def _predict(self, request: Request, output: Prefilled, answer: Sequence[int]) -> Work[Tensor]:
+    def _predict(
+        self, request: Request, prompt_logits: Tensor, buffer: KVBuffer, answer: Sequence[int]
+    ) -> Work[Tensor]:
         """Return `[answer, vocabulary]`: the predictions for each token of a given answer."""
         prompt_tokens = request.prompt.bounds[-1]
         if len(answer) < 2:
-            return output.logits[None]
-        hidden = yield Call(
-            partial(extend, self.decoder, output.buffer, answer[:-1], prompt_tokens)
-        )
-        return torch.cat((output.logits[None], self.decoder.logits(hidden)))
+            return prompt_logits[None]
+        hidden = yield Call(partial(extend, self.decoder, buffer, answer[:-1], prompt_tokens))
+        return torch.cat((prompt_logits[None], self.decoder.logits(hidden)))
 
     def _finish(
         self, request: Request, progress: RequestProgress, captures: FutureCaptures
@@ -424,7 +403,7 @@ class Answering:
         """Count the uses of variants and hand over the captures."""
         config = request.config
         try:
-            for planned in progress.plan.segments:
+            for planned in progress.plan:
                 variant = planned.variant
                 if variant is not None:
                     self.store.used(
@@ -482,12 +461,9 @@ class Answering:
             self.stored_changed()
 
 
-def _chosen(resolved: Resolved) -> list[str | None]:
+def _chosen(plan: Plan) -> list[str | None]:
     """Return the chosen variant of each segment."""
-    return [
-        None if planned.variant is None else planned.variant.variant_id
-        for planned in resolved.plan.segments
-    ]
+    return [None if planned.variant is None else planned.variant.variant_id for planned in plan]
 
 
 def _known_tokens(logits: Tensor, target: Sequence[int]) -> list[int]:

@@ -17,9 +17,9 @@ from enum import StrEnum
 from cachecraft_rag.compute.balance.speed import ComputeSpeed
 from cachecraft_rag.compute.captures.write_back import CaptureContext, WriteBackQueue
 from cachecraft_rag.compute.driver import Call, Work
-from cachecraft_rag.compute.job import PrefillResult
+from cachecraft_rag.compute.job import PrefillJob, PrefillResult
 from cachecraft_rag.compute.overlapped import OverlappedPrefill
-from cachecraft_rag.compute.resolve import Resolved, executed_plan, resolve
+from cachecraft_rag.compute.resolve import executed_plan, resolve
 from cachecraft_rag.compute.stack import Stack
 from cachecraft_rag.planning.candidates import Candidate, Candidates
 from cachecraft_rag.planning.config import ReuseConfig, ReuseMethod
@@ -166,7 +166,7 @@ def exact_only(found: LookupResult) -> LookupResult:
 def missing_of(candidate: Candidate, found: LookupResult) -> list[int]:
     """Return, of `Candidate.fixed`, the indices that are not stored, exactly or by a lossy codec."""
     plan = make_plan(Prompt(candidate.segments), found.variants, EXACT)
-    return [index for index in candidate.fixed if plan.segments[index].variant is None]
+    return [index for index in candidate.fixed if plan[index].variant is None]
 
 
 class VariantWork(IdleWork[Candidate, Captured]):
@@ -280,17 +280,16 @@ class VariantMaker(VariantWork):
         if isinstance(planned, Dropped):
             return Captured(dropped=planned)
 
-        prompt, resolved, loads = planned
+        prompt, job, loads = planned
         try:
             # waits for turns would distort the engine's speed
             speed = ComputeSpeed(self._stack.keys_per_row)
             result: PrefillResult = yield from OverlappedPrefill(
-                self._stack, resolved.job, loads, speed
+                self._stack, job, loads, speed
             ).steps()
         finally:
             self._loader.end(loads)
-            resolved.close()
-        executed_plan(resolved, loads, result)
+        executed_plan(job, loads, result)
         self._wanted.spend(result.row_layers // self._stack.layout.layers)
 
         context = CaptureContext(
@@ -316,19 +315,19 @@ class VariantMaker(VariantWork):
                 self._wanted.stored(1)
         return Captured(dropped=refused)
 
-    def _plan(self, candidate: Candidate) -> tuple[Prompt, Resolved, PendingLoads] | Dropped:
+    def _plan(self, candidate: Candidate) -> tuple[Prompt, PrefillJob, PendingLoads] | Dropped:
         """Plan up to the last chunk that is not stored after its prefix, and begin to load; or say why not."""
-        found = self._look_up(
+        lookup = self._look_up(
             candidate.segments, session=candidate.session, namespace=candidate.namespace
         )
-        if found.removed:  # by a process that could not tell this one
+        if lookup.removed:  # by a process that could not tell this one
             return Dropped.REMOVED
-        missing = missing_of(candidate, found)
+        missing = missing_of(candidate, lookup)
         if not missing:
             return Dropped.STORED
         prompt = Prompt(candidate.segments[: max(missing) + 1])
-        offered = exact_only(found)
-        resolved = resolve(
+        offered = exact_only(lookup)
+        job = resolve(
             prompt, offered, EXACT, store=self._store, ranks=self._stack.ranks, answer_tokens=0
         )
-        return prompt, resolved, self._loader.begin(resolved.to_load)
+        return prompt, job, self._loader.begin(job.to_load)

@@ -64,7 +64,7 @@ class SegmentReport:
 def segment_reports(plan: Plan, tiers: Mapping[str, TierName]) -> tuple[SegmentReport, ...]:
     """Return a report of each segment of a plan; `tiers` has the variants that were read."""
     reports = []
-    for planned in plan.segments:
+    for planned in plan:
         variant_id = None if planned.variant is None else planned.variant.variant_id
         report = SegmentReport(
             outcome=planned.outcome,
@@ -144,7 +144,7 @@ class RequestProgress:
     waited_s: float = 0.0
     first_token_s: float = 0.0
     ended_s: float = 0.0
-    plan: Plan = field(default_factory=lambda: Plan(()))
+    plan: Plan = ()
     tiers: Mapping[str, TierName] = field(default_factory=dict)
     row_layers: int = 0
     focus_layer: int | None = None

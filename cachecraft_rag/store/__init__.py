@@ -2,7 +2,7 @@
 in step.
 
     with ChunkCacheStore.open("chunk-caches/", disk_bytes=20 << 30) as store:  # remote="redis://…" to share them
-        variants = store.lookup(namespace, fingerprint, chunk_ids)  # rows only, a millisecond
+        variants = store.find(namespace, fingerprint, chunk_ids).variants  # rows only, a millisecond
         loaded = store.load(variants[chunk_ids[0]][0])              # from memory, else disk, else the remote
         store.put(capture)                                          # returns at once; a background thread writes
 

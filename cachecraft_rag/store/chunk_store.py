@@ -157,17 +157,6 @@ class ChunkCacheStore(Closeable):
 
     # -- the request's path -------------------------------------------------------------------------------------------
 
-    def lookup(
-        self,
-        namespace: str,
-        fingerprint: str,
-        chunk_ids: Sequence[str],
-        *,
-        session: str | None = None,
-    ) -> dict[str, list[Variant]]:
-        """Return chunk id → variants, shared ones and those private to `session`: the `variants` of `find`."""
-        return self.find(namespace, fingerprint, chunk_ids, session=session).variants
-
     def find(
         self,
         namespace: str,
@@ -528,8 +517,10 @@ class ChunkCacheStore(Closeable):
         if self._remote is not None:
             self._remote.remove_shared(row.variant for row in rows if isinstance(row, Listed))
             for scope in self._durable.catalog.scopes(namespace):
-                found = self._remote.find(*scope, names)
-                self._remote.remove_shared(itertools.chain.from_iterable(found.variants.values()))
+                remote_copies = self._remote.find(*scope, names)
+                self._remote.remove_shared(
+                    itertools.chain.from_iterable(remote_copies.variants.values())
+                )
         files = {file_of(row) for row in rows}
         return Evicted(len(files), sum(file.file_bytes for file in files))
 

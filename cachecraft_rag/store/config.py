@@ -29,7 +29,7 @@ _MOST_READERS = 1024
 @refuses_other_names(what="setting of the store's tuning")
 @dataclass(frozen=True, slots=True)
 class StoreTuning:
-    """Settings of reading and writing, to change only after a measurement. They apply to this process.
+    """Tuned settings of reading and writing, for this process. Change them only after a measurement.
 
     queue_bytes       most bytes of captures that wait to be written; further captures are dropped
     readers           number of threads that read files, from 1 to 1024, shared by all requests
@@ -60,8 +60,8 @@ _IN_TUNING = MappingProxyType(
 class StoreConfig:
     """Settings of a store.
 
-    The first four are stored with the folder. None keeps the stored value, by default `DEFAULT_LIMITS` and "saving", so
-    a command that only reads a store does not change it. The others apply to this process.
+    The first four are saved in the store's folder. None keeps the saved value (at first `DEFAULT_LIMITS` and "saving"),
+    so a command that only reads a store changes nothing. The other settings apply to this process.
 
     disk_bytes          limit of all files together, kept with the store
     max_variants        most variants of all chunks together, kept with the store; N×M of Cache-Craft §3.3

@@ -34,7 +34,7 @@ from cachecraft_rag.store.eviction import Policy
 from cachecraft_rag.store.files.audit_file import forget_texts
 from cachecraft_rag.store.files.disk import DiskTier, Throttle, sync_folder
 from cachecraft_rag.store.files.writers import Writers
-from cachecraft_rag.store.layout import Encoded
+from cachecraft_rag.store.layout import Encoded, size_of
 from cachecraft_rag.types.captures import TokenScores
 from cachecraft_rag.types.progress import Progress
 from cachecraft_rag.types.store_reasons import CaptureDrop, Damaged, EvictionReason, Unavailable
@@ -225,7 +225,7 @@ class DurableVariants:
             )
         writer = self._writers.token
         limits = self.limits
-        nbytes = encoded.nbytes
+        nbytes = size_of(encoded)
         if nbytes > limits.disk_bytes:
             return too_large(variant, nbytes, limits)
         self._writers.enter()
@@ -293,13 +293,13 @@ class DurableVariants:
         older version's chunk-caches, where no catalog says what shaped them, is deleted, and the texts of audits are.
         Returns the rows that were there.
         """
-        found: list[Listed | DamagedRow] = []
+        removed_rows: list[Listed | DamagedRow] = []
         try:
             self.catalog.removals.note(refused, namespace)
         except DiskFullError:
-            found = self._remove_shaped(chunk_ids, namespace)
+            removed_rows = self._remove_shaped(chunk_ids, namespace)
             self.catalog.removals.note(refused, namespace)
-        found += self._remove_shaped(chunk_ids, namespace)
+        removed_rows += self._remove_shaped(chunk_ids, namespace)
         self.catalog.compact()  # evicted rows have left bytes there too
         root = self.catalog.path.parent
         try:
@@ -311,7 +311,7 @@ class DurableVariants:
                 "Check the disk and the folder's permissions, and repeat the removal."
             ) from error
         forget_texts(root, namespace, busy_timeout_s=self._busy_timeout_s)
-        return found
+        return removed_rows
 
     def rules_are_due(self) -> bool:
         """Return True if there are eviction rules and they were not applied within the last `SECONDS_BETWEEN_RUNS`."""

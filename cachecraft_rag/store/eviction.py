@@ -46,8 +46,8 @@ class Use(NamedTuple):
     def __add__(self, other: Use) -> Use:  # type: ignore[override]  # no concatenation
         """Return the sum of both uses."""
         frequency, saved = self
-        more, also = other
-        return Use(frequency + more, saved + also)
+        other_frequency, other_saved = other
+        return Use(frequency + other_frequency, saved + other_saved)
 
 
 class VariantFacts(NamedTuple):
@@ -74,7 +74,7 @@ class Policy(Protocol):
     def name(self) -> str:
         """Name in the catalog. If the policy has changed, the catalog computes all scores again when it is opened."""
 
-    def score(self, standing: VariantFacts, clock: float) -> float:
+    def score(self, facts: VariantFacts, clock: float) -> float:
         """Return the new score of a variant; the one with the lowest score is evicted first.
 
         `clock` begins at 0 and is moved by `ticked` and `ticked_by_return`; a score may start from it, to age others.
@@ -134,9 +134,9 @@ class Saving:
 
     name: str = "saving"
 
-    def score(self, standing: VariantFacts, clock: float) -> float:
+    def score(self, facts: VariantFacts, clock: float) -> float:
         """Return the new score: `clock` plus the variant's `worth` times its tokens per byte; 0 bytes count as 1."""
-        _, _, tokens, nbytes, exact_share, (_, saved) = standing
+        _, _, tokens, nbytes, exact_share, (_, saved) = facts
         return clock + worth(saved=saved, exact_share=exact_share) * (tokens / max(nbytes, 1))
 
 
@@ -150,9 +150,9 @@ class ReuseFrequency:
 
     name: str = "f_r"
 
-    def score(self, standing: VariantFacts, clock: float) -> float:
+    def score(self, facts: VariantFacts, clock: float) -> float:
         """Return the new score: f_r, the sum of 1 / CFO over all uses; `clock` does not count."""
-        return standing.used.frequency
+        return facts.used.frequency
 
 
 class Scored(Protocol):

@@ -196,21 +196,19 @@ class Header:
         )
 
 
-@dataclass(frozen=True)
-class Encoded:
-    """A variant ready to be written: its header and its blocks. Raw blocks are the tensor's own memory, not a copy."""
+# The bytes of a variant's file, in consecutive parts.
+Encoded = tuple[memoryview, ...]
 
-    header: bytes
-    blocks: tuple[memoryview, ...]
 
-    @property
-    def nbytes(self) -> int:
-        """Number of bytes of the file: header and blocks."""
-        return len(self.header) + sum(block.nbytes for block in self.blocks)
+def size_of(encoded: Encoded) -> int:
+    """Return the number of bytes of a variant's file."""
+    return sum(part.nbytes for part in encoded)
 
 
 def encode(variant: Variant, layout: KVLayout, kv: torch.Tensor) -> Encoded:
-    """Return header and blocks of `kv` `[layers, 2, tokens, kv_heads, head_dim]`, contiguous and on the CPU.
+    """Return the header, then each layer's block, of `kv` `[layers, 2, tokens, kv_heads, head_dim]`.
+
+    `kv` is contiguous and on the CPU.
 
     `kv` must have the layout and the tokens of `variant`, which is not checked. Raw blocks share its memory. Raises
     ValueError if the codec cannot encode the values (infinities, NaN).
@@ -229,7 +227,7 @@ def encode(variant: Variant, layout: KVLayout, kv: torch.Tensor) -> Encoded:
     header = Header(
         variant.key, layout, variant.tokens, variant.tokens_digest, variant.codec, sums, sizes
     )
-    return Encoded(header.encode(), blocks)
+    return (memoryview(header.encode()), *blocks)
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
@@ -295,7 +293,7 @@ class StoredVariant:
     def __init__(self, source: ByteSource, variant: Variant) -> None:
         """Read and verify the header; ValueError, with the reason, if it is damaged, too large or another's."""
         self._codec = codec_named(variant.codec)
-        layout = variant.payload.layout
+        layout = variant.payload_facts.layout
         longest = _LONGEST_HEADER if layout is None else longest_header(variant, layout)
         header, self._begin = _read_header(source, longest)
         wanted = replace(
@@ -407,7 +405,7 @@ class StoredVariant:
                 raise ValueError(
                     f"data damaged: layer {layer} cannot be decoded: {error}"
                 ) from error
-        if self.variant.payload.layout is not None and not in_range(out):
+        if self.variant.payload_facts.layout is not None and not in_range(out):
             raise ValueError(f"data damaged: layer {layer} holds numbers that no model produces")
 
     def read_all(self) -> torch.Tensor:

@@ -82,8 +82,8 @@ class RowBounds:
         return ""
 
     def with_layout(self, variant: Variant) -> Variant:
-        """Return a copy of the variant whose payload carries the model's layout, with which its bytes are checked."""
-        return replace(variant, payload=replace(variant.payload, layout=self.layout))
+        """Return a copy of the variant with the model's layout in its `payload_facts`, to check its bytes."""
+        return replace(variant, payload_facts=replace(variant.payload_facts, layout=self.layout))
 
 
 def row_error(variant: Variant) -> str:

@@ -17,10 +17,10 @@ LOSSLESS_CODECS = frozenset({"raw"})
 
 @dataclass(frozen=True, slots=True)
 class VariantKey:
-    """Identity of a shared chunk-cache. Nothing is ever served across a difference in any of these four.
+    """Identity of a shared chunk-cache. It is never used for another namespace, fingerprint or chunk.
 
     `fingerprint` covers weights, config (rope included), tokenizer, dtype and layout version.
-    `origin_prefix` holds the ids of the segments that stood before the chunk, in order, the system segment first.
+    `origin_prefix` holds the ids of the segments before the chunk, in order, the system segment first.
     """
 
     namespace: str
@@ -49,12 +49,12 @@ class VariantKey:
 
 
 @dataclass(frozen=True, slots=True)
-class Payload:
+class PayloadFacts:
     """Facts about a variant's bytes, from the look-up; with them any process can open the variant.
 
-    layout  that of the model that asked; None where no model did
-    nbytes  on a remote: how many there are
-    seal    on a signed remote: a keyed digest of each slice, see `store.remote.signing`
+    layout  layout of the asking model; None for a look-up without a model
+    nbytes  number of bytes, if they are on a remote
+    seal    keyed digest of each slice, if they are on a signed remote, see `store.remote.signing`
     """
 
     layout: KVLayout | None = None
@@ -72,7 +72,7 @@ class Variant:
     intra          eq. 4, averaged over heads and layers
     cci            eq. 11
     exact_share    share of the origin prefix's tokens that were exact when this variant was captured: computed, or
-                   taken from a lossless chunk-cache of the very same prefix (1.0 = exact capture)
+                   taken from a lossless chunk-cache with the same origin prefix (1.0 = exact capture)
     session        None if shared; otherwise the only session that may use it, because it was captured after private
                    text
     tokens_digest  digest of the token ids; a variant serves only a segment with the same ids
@@ -81,8 +81,8 @@ class Variant:
     reuse_frequency  f_r of Cache-Craft §3.3: grows by 1 / max(CFO, 1/tokens) at each use
     created        time of the capture, in seconds since 1970
     primed         True if it was captured by priming, after its neighbours in the document
-    home           place where a look-up found it: this store's own catalog, or the remote that several engines share
-    payload        facts about its bytes from the look-up; no part of its identity
+    home           catalog in which a look-up found it: this store's, or that of a remote
+    payload_facts  facts about its bytes from the look-up; no part of its identity
     """
 
     key: VariantKey
@@ -100,7 +100,7 @@ class Variant:
     created: float
     home: Literal["disk", "remote"] = "disk"
     primed: bool = False
-    payload: Payload = field(default=Payload(), compare=False, repr=False)
+    payload_facts: PayloadFacts = field(default=PayloadFacts(), compare=False, repr=False)
 
     @property
     def lossless(self) -> bool:

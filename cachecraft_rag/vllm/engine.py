@@ -19,7 +19,7 @@ import numpy as np
 from prometheus_client import CollectorRegistry
 
 from cachecraft_rag.checks import check_kind, check_mapping, check_path, check_text
-from cachecraft_rag.engine.base import AnswerEngine, PathLike, Question
+from cachecraft_rag.engine.base import AnswerEngine, PathLike
 from cachecraft_rag.engine.config import EngineConfig
 from cachecraft_rag.engine.reuse_timing import ReuseTiming
 from cachecraft_rag.errors import ConfigError
@@ -638,9 +638,9 @@ class VLLMEngine(AnswerEngine):
         """Same as `Engine.audit_of`; `settle` waits for audits."""
         return self._backend.audits.results.get(request_id, self.namespace)
 
-    def _prepared(self, request: Request, asked: Question) -> Request:
+    def _prepared(self, request: Request, reuse: ReuseConfig) -> Request:
         """Add the ratio that a quality target chooses."""
-        return self._backend.audits.results.with_ratio(request, asked.config or self.config)
+        return self._backend.audits.results.with_ratio(request, reuse)
 
     def calibrated(self, config: ReuseConfig) -> ReuseConfig:
         """Same as in `AnswerEngine`, with `plain_prompts` "off": an engine over vLLM does not search unmarked text."""

@@ -32,7 +32,7 @@ _SegmentEntry = tuple[Literal["system", "chunk", "question"], str, int, bool, in
 
 
 class Corrections(TypedDict):
-    """Numbers by which vLLM's own statistics are wrong about one scheduler: running totals, but for the last one.
+    """Corrections of vLLM's statistics of one scheduler. All but `idle_waiting` are running totals.
 
     requests      look-ups to add to those that vLLM has counted; never positive, -1 for each filling under way
     queries       tokens of these look-ups
@@ -55,7 +55,7 @@ class FillReport(TypedDict, total=False):
     planned_s    time for planning, in seconds
     waited_s     time spent waiting for loads, in seconds
     remote       outcome of the look-up in the remote; None without one
-    fixed        [segment, tokens] of `Candidate.fixed`
+    fixed        pairs [segment, tokens], see `Candidate.fixed`
     recomputed   recomputed tokens of each segment, if the request asked for details
     layer_by_layer  reason why this server fills all prompts, or those with captures, layer by layer; missing if not
     refused      reason why vLLM computed the prompt without chunk-caches; then there are no other fields
@@ -83,7 +83,7 @@ class Ask:
     config       how chunk-caches are reused
     session      session whose private chunk-caches may be read and written besides the shared ones
     primed       True if its captures come from priming
-    captures     segments to capture; None: as `config` says
+    captures     segments to capture; None: those that `config` selects
     details      True if the report lists the recomputed tokens
     when_stored  True if the answer waits until the captures are stored
     client_salt  `cache_salt` of the client, which becomes part of this request's salts; "" if it sent none
@@ -218,7 +218,7 @@ class Ask:
 
 
 def salt_of(session: str | None, client_salt: str, *, tenant: str = "") -> str:
-    """Return vLLM's `cache_salt` for a tenant ("": no other than the server's own), a session and a client's own salt.
+    """Return vLLM's `cache_salt` for a tenant ("": the server's own), a session and a client's own salt.
 
     "" without all three: such blocks serve everyone. A client's salt is digested, because a salt that a client can
     compute would give it the blocks of a session or those with chunks.

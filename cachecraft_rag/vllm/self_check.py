@@ -170,9 +170,9 @@ def _difference(prediction: Predicted, token: int, logprob: float, *, is_rounded
     A token that is not among the likeliest ones counts as infinitely far away. With rounded keys and values, tokens
     change places: such a token is at least as far away as the last of them.
     """
-    found = prediction.logprobs.get(token)
-    if found is not None:
-        return abs(found - logprob)
+    predicted = prediction.logprobs.get(token)
+    if predicted is not None:
+        return abs(predicted - logprob)
     if not is_rounded:
         return math.inf
     last = min(prediction.logprobs.values(), default=-math.inf)

@@ -62,7 +62,7 @@ def docx_to_markdown(data: bytes) -> Reading:
 
 
 def _unpacked(data: bytes) -> zipfile.ZipFile:
-    """Return the archive. Raises FormatError if it is none, or unpacks to more than `MOST_UNPACKED`."""
+    """Return the archive. Raises FormatError if it is not a ZIP archive, or unpacks to more than `MOST_UNPACKED`."""
     if not zipfile.is_zipfile(io.BytesIO(data)):
         raise FormatError(
             "is of another kind than its name says, or locked with a password; save it again in its program"

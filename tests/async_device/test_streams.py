@@ -25,8 +25,8 @@ from cachecraft_rag.compute.rows import Rows
 from cachecraft_rag.compute.warm_up import launch_all
 from cachecraft_rag.kernels.attention import attention_with_mass
 from cachecraft_rag.kernels.attention_mass import segment_mass
-from cachecraft_rag.kernels.gather import place_all
 from cachecraft_rag.kernels.gpu import streams
+from cachecraft_rag.kernels.placing import place_all
 from cachecraft_rag.kernels.visibility import Visibility
 from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.store import ChunkCacheStore
@@ -203,7 +203,7 @@ def test_captures_of_a_side_stream_hold_what_was_computed_there(
     queue.close()
 
     names = [segment.segment_id for segment in SEGMENTS[:3]]
-    stored = store.lookup("default", decoder.fingerprint, names, session=None)
+    stored = store.find("default", decoder.fingerprint, names, session=None).variants
     for segment, name in enumerate(names):
         (variant,) = stored[name]
         (loaded,) = store.open_variants([variant])

@@ -139,7 +139,9 @@ def test_without_positions_keys_are_as_they_would_be_behind_the_instruction(
 ) -> None:
     prompt = engine.prompts.build("What?", chunks, reserve=1)
     last, start, length = chunks[2].chunk_id, prompt.bounds[3], prompt.bounds[4] - prompt.bounds[3]
-    (variant,) = engine.store.lookup(engine.namespace, engine.decoder.fingerprint, [last])[last]
+    (variant,) = engine.store.find(engine.namespace, engine.decoder.fingerprint, [last]).variants[
+        last
+    ]
     raw = engine.store.load(variant).kv[2, 0]
     prepare = methods["no_position"].prepare
     assert prepare is not None
@@ -196,9 +198,9 @@ def test_values_of_the_second_layer_are_those_of_a_whole_prefill(
 ) -> None:
     prompt = engine.prompts.build("What?", [chunks[1]], reserve=1)
     values = first_values(engine, prompt.token_ids)
-    (variant,) = engine.store.lookup(
+    (variant,) = engine.store.find(
         engine.namespace, engine.decoder.fingerprint, [chunks[1].chunk_id]
-    ).popitem()[1]
+    ).variants.popitem()[1]
     stored = engine.store.load(variant).kv[1, 1]  # captured first, right behind the instruction
     torch.testing.assert_close(
         values[prompt.bounds[1] : prompt.bounds[2]], stored, atol=1e-5, rtol=1e-4

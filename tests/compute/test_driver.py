@@ -131,12 +131,10 @@ def test_the_buffer_is_made_and_nothing_is_computed_before_the_first_step(decode
 def test_a_probe_runs_its_layers_before_the_last_pass_does(
     decoder: Decoder, caches: list[ResidentKV]
 ) -> None:
-    plan = Plan(
-        (
-            SegmentPlan("exact"),
-            *[SegmentPlan("reused", recompute=np.array([3]))] * 2,
-            SegmentPlan("computed"),
-        )
+    plan = (
+        SegmentPlan("exact"),
+        *[SegmentPlan("reused", recompute=np.array([3]))] * 2,
+        SegmentPlan("computed"),
     )
     job = PrefillJob(
         IDS,

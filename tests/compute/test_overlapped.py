@@ -553,7 +553,7 @@ def probe_of(chunks: Sequence[int] = (1, 2, 3), in_full: Sequence[int] = ()) -> 
             plans[index] = SegmentPlan(
                 "reused", recompute=np.array(sorted({*free[:15], *done}), np.int64)
             )
-        return Plan(tuple(plans))
+        return tuple(plans)
 
     return ProbeRequest(QUESTION, choose)
 

@@ -17,7 +17,7 @@ from cachecraft_rag.compute.captures.capture import CaptureRecorder
 from cachecraft_rag.compute.driver import prefill, run
 from cachecraft_rag.compute.job import EarlyTermination, PrefillJob, PrefillResult
 from cachecraft_rag.compute.overlapped import OverlappedPrefill
-from cachecraft_rag.compute.resolve import Resolved, executed_plan, resolve, rows_of
+from cachecraft_rag.compute.resolve import executed_plan, resolve, rows_of
 from cachecraft_rag.compute.rows import RowReason, Rows
 from cachecraft_rag.compute.stack import Alone
 from cachecraft_rag.model.decoder import Decoder
@@ -129,7 +129,7 @@ class Shelf:
         *,
         ranks: Alone | None = None,
         answer: int = 5,
-    ) -> Resolved:
+    ) -> PrefillJob:
         found = self.found(prompt)
         return resolve(
             prompt, found, config, store=self.store, ranks=ranks or Alone(), answer_tokens=answer
@@ -148,7 +148,7 @@ def marks(rows: Rows, reason: RowReason) -> list[int]:
 
 
 def outcomes(plan: Plan) -> list[str]:
-    return [planned.outcome for planned in plan.segments]
+    return [planned.outcome for planned in plan]
 
 
 # -- from what is stored to a job -------------------------------------------------------------------------------------
@@ -157,14 +157,14 @@ def outcomes(plan: Plan) -> list[str]:
 def test_with_an_empty_store_everything_is_computed_and_captured(shelf: Shelf) -> None:
     resolved = shelf.resolve()
     assert outcomes(resolved.plan) == ["computed"] * 5
-    assert marks(resolved.job.rows, RowReason.NEW) == list(range(230))
-    assert resolved.job.rows.bounds == tuple(BOUNDS)
-    assert list(resolved.job.token_ids) == PROMPT.token_ids
-    assert list(resolved.job.captures) == [0, 1, 2, 3]
-    assert (resolved.job.resident, resolved.to_load, resolved.tiers) == ([], [], {})
-    assert resolved.job.capacity == 235
-    assert resolved.job.probe is None
-    assert resolved.job.early_termination is None
+    assert marks(resolved.rows, RowReason.NEW) == list(range(230))
+    assert resolved.rows.bounds == tuple(BOUNDS)
+    assert list(resolved.token_ids) == PROMPT.token_ids
+    assert list(resolved.captures) == [0, 1, 2, 3]
+    assert (resolved.resident, resolved.to_load, resolved.tiers) == ([], [], {})
+    assert resolved.capacity == 235
+    assert resolved.probe is None
+    assert resolved.early_termination is None
 
 
 def test_what_is_in_memory_is_resident_and_the_rest_is_to_be_loaded(shelf: Shelf) -> None:
@@ -177,40 +177,36 @@ def test_what_is_in_memory_is_resident_and_the_rest_is_to_be_loaded(shelf: Shelf
             (system.variant_id, 0),
             (a.variant_id, 8),
         ]
-        assert [(one.start, one.kv.shape[2]) for one in resolved.job.resident] == [(108, 90)]
+        assert [(one.start, one.kv.shape[2]) for one in resolved.resident] == [(108, 90)]
         assert resolved.tiers == {
             system.variant_id: "disk",
             a.variant_id: "disk",
             b.variant_id: "host",
         }
         # what is to be loaded may have to be computed after all; what is in memory need not be captured again
-        assert list(resolved.job.captures) == [0, 1, 3]
-        assert list(resolved.job.reused) == [2]
-        rows, chosen = resolved.job.rows, resolved.plan.segments[2].recompute
+        assert list(resolved.captures) == [0, 1, 3]
+        assert list(resolved.reused) == [2]
+        rows, chosen = resolved.rows, resolved.plan[2].recompute
         assert len(chosen)
         assert marks(rows, RowReason.RECOMPUTED) == [108 + offset for offset in chosen]
         assert marks(rows, RowReason.NEW) == list(range(198, 230))
-        assert (resolved.job.drift, resolved.job.loading) == (
+        assert (resolved.drift, resolved.loading) == (
             CONFIG.method.drift,
             CONFIG.method.loading,
         )
 
 
 def test_rows_are_those_of_the_plan() -> None:
-    plan = Plan(
-        (
-            SegmentPlan("exact"),
-            SegmentPlan("reused", recompute=np.array([1, 2])),
-            SegmentPlan("computed"),
-        )
+    plan = (
+        SegmentPlan("exact"),
+        SegmentPlan("reused", recompute=np.array([1, 2])),
+        SegmentPlan("computed"),
     )
     # without variants: a variant is what keeps a segment from being computed
     rows = rows_of(plan, [0, 2, 6, 8])
     assert marks(rows, RowReason.NEW) == list(range(8))
     variant: Any = object()
-    plan = Plan(
-        tuple(replace(one, variant=variant) for one in plan.segments[:2]) + plan.segments[2:]
-    )
+    plan = tuple(replace(one, variant=variant) for one in plan[:2]) + plan[2:]
     rows = rows_of(plan, [0, 2, 6, 8])
     assert (marks(rows, RowReason.RECOMPUTED), marks(rows, RowReason.NEW)) == ([3, 4], [6, 7])
 
@@ -220,10 +216,10 @@ def test_without_reuse_nothing_is_opened_and_without_capture_nothing_kept(shelf:
     shelf.reopen()
     resolved = shelf.resolve(config=replace(CONFIG, reuse=False))
     assert (resolved.to_load, resolved.tiers) == ([], {})
-    assert list(resolved.job.captures) == [0, 1, 2, 3]
+    assert list(resolved.captures) == [0, 1, 2, 3]
     with closing(shelf.resolve(config=replace(CONFIG, capture=False))) as resolved:
         assert len(resolved.to_load) == 1
-        assert list(resolved.job.captures) == []
+        assert list(resolved.captures) == []
 
 
 def plans_of(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> int:
@@ -265,10 +261,10 @@ def test_a_lost_variant_gives_way_to_the_next_best(shelf: Shelf) -> None:
     best, second = shelf.put("a", SYSTEM), shelf.put("a", ("system", "b", "c"))
     shelf.reopen()
     with closing(shelf.resolve()) as resolved:
-        assert resolved.plan.segments[1].variant == best
+        assert resolved.plan[1].variant == best
     shelf.path(best).unlink()
     with closing(shelf.resolve()) as resolved:
-        planned = resolved.plan.segments[1]
+        planned = resolved.plan[1]
         assert (planned.outcome, planned.variant) == ("reused", second)
         assert len(planned.recompute)
         assert [stored.variant for stored, _ in resolved.to_load] == [second]
@@ -288,7 +284,7 @@ def test_when_all_variants_are_lost_the_plan_says_why(shelf: Shelf, harm: str) -
             shelf.path(variant).write_bytes(content)
     resolved = resolve(PROMPT, found, CONFIG, store=shelf.store, ranks=Alone(), answer_tokens=5)
     with closing(resolved):
-        planned = resolved.plan.segments[1]
+        planned = resolved.plan[1]
         assert (planned.outcome, planned.variant, planned.reason) == (
             "computed",
             None,
@@ -296,7 +292,7 @@ def test_when_all_variants_are_lost_the_plan_says_why(shelf: Shelf, harm: str) -
         )
         assert planned.detail
         assert harm == "missing" or "header damaged" in planned.detail
-        assert set(range(8, 108)) <= set(marks(resolved.job.rows, RowReason.NEW))
+        assert set(range(8, 108)) <= set(marks(resolved.rows, RowReason.NEW))
         # exact behind what is computed
         assert [stored.variant for stored, _ in resolved.to_load] == [variants[2]]
     shelf.store.flush()
@@ -344,9 +340,9 @@ def test_what_another_rank_has_lost_is_lost_here_too(
     shelf.reopen()
     opened, ranks = opened_by(shelf.store, monkeypatch), Recording(best.variant_id, only.variant_id)
     with closing(shelf.resolve(ranks=ranks)) as resolved:
-        assert resolved.plan.segments[1].variant == second
-        assert resolved.plan.segments[2].variant is None
-        assert resolved.plan.segments[2].detail == "another rank could not open it"
+        assert resolved.plan[1].variant == second
+        assert resolved.plan[2].variant is None
+        assert resolved.plan[2].detail == "another rank could not open it"
         assert {one.variant.variant_id: is_closed(one) for one in opened} == {
             best.variant_id: True,
             only.variant_id: True,
@@ -406,7 +402,7 @@ def moved(shelf: Shelf) -> dict[str, Variant]:
     return variants
 
 
-def loaded_names(resolved: Resolved) -> list[str]:
+def loaded_names(resolved: PrefillJob) -> list[str]:
     return [stored.variant.key.chunk_id for stored, _ in resolved.to_load]
 
 
@@ -417,23 +413,23 @@ def test_nothing_of_the_last_chunk_is_loaded_if_it_is_recomputed_in_full(
     variants = moved(shelf)
     config = ReuseConfig(nearest_share=0.35, method=ReuseMethod(selector=selector))
     with closing(shelf.resolve(PRIVATE, config)) as resolved:
-        last = resolved.plan.segments[3]
+        last = resolved.plan[3]
         assert (last.in_full, last.recompute.tolist()) == (True, [*range(20)])
         assert loaded_names(resolved) == ["system", "a", "b"]
-        assert resolved.job.unread == {3}
+        assert resolved.unread == {3}
         assert resolved.tiers.keys() == {variants[name].variant_id for name in ("system", "a", "b")}
         # most of its context is approximate, so it is not captured with the request
-        assert list(resolved.job.captures) == [0, 1, 2]
-        assert set(range(198, 218)) <= set(marks(resolved.job.rows, RowReason.RECOMPUTED))
-        assert (resolved.job.probe is not None) == (selector == "question")
+        assert list(resolved.captures) == [0, 1, 2]
+        assert set(range(198, 218)) <= set(marks(resolved.rows, RowReason.RECOMPUTED))
+        assert (resolved.probe is not None) == (selector == "question")
 
 
 def test_nothing_that_is_recomputed_in_full_is_resident(shelf: Shelf) -> None:
     shelf.put("a", ("system", "d"))
     shelf.put("c", ("system", "d"))
     resolved = shelf.resolve(PRIVATE, ReuseConfig(nearest_share=0.35))
-    assert [one.start for one in resolved.job.resident] == [8]
-    assert resolved.job.unread == {3}
+    assert [one.start for one in resolved.resident] == [8]
+    assert resolved.unread == {3}
 
 
 @pytest.mark.parametrize("ratio", [1.0, 0.999])
@@ -444,8 +440,8 @@ def test_without_a_stale_token_only_exact_chunks_are_loaded_and_nothing_probes(
     config = ReuseConfig(recompute_ratio=ratio)
     with closing(shelf.resolve(PRIVATE, config)) as resolved:
         assert loaded_names(resolved) == ["system"]
-        assert resolved.job.unread == {1, 2, 3}
-        assert resolved.job.probe is None
+        assert resolved.unread == {1, 2, 3}
+        assert resolved.probe is None
 
 
 def test_a_chunk_that_a_probe_may_spare_is_loaded(shelf: Shelf) -> None:
@@ -470,19 +466,19 @@ def test_a_chunk_that_a_probe_may_spare_is_loaded(shelf: Shelf) -> None:
         scores=scores,
     )
     with closing(resolved):
-        assert resolved.plan.segments[3].recomputed_share == 1.0
-        assert resolved.job.probe is not None
+        assert resolved.plan[3].recomputed_share == 1.0
+        assert resolved.probe is not None
         assert loaded_names(resolved) == ["system", "a", "b", "c"]
-        assert (resolved.job.unread, resolved.unused) == (frozenset(), frozenset())
+        assert (resolved.unread, resolved.not_needed) == (frozenset(), frozenset())
 
 
 def test_a_chunk_that_early_termination_may_stop_is_loaded(shelf: Shelf) -> None:
     moved(shelf)
     config = ReuseConfig(nearest_share=0.35, method=ReuseMethod(early_termination="published"))
     with closing(shelf.resolve(PRIVATE, config)) as resolved:
-        assert resolved.plan.segments[3].in_full
+        assert resolved.plan[3].in_full
         assert loaded_names(resolved) == ["system", "a", "b", "c"]
-        assert (resolved.job.unread, resolved.unused) == (frozenset(), frozenset())
+        assert (resolved.unread, resolved.not_needed) == (frozenset(), frozenset())
 
 
 @pytest.mark.parametrize("drift", [0.0, 0.4])
@@ -495,7 +491,7 @@ def test_stored_values_of_recomputed_tokens_serve_drift_correction_alone(
     )
     with (
         closing(shelf.resolve(PRIVATE, config)) as resolved,
-        loading(Loader(shelf.store, 2), resolved.to_load, resolved.unused) as loads,
+        loading(Loader(shelf.store, 2), resolved.to_load, resolved.not_needed) as loads,
     ):
         assert loads.wait(loads.is_complete, 60)
         spared = [
@@ -519,8 +515,8 @@ def test_before_a_chunk_that_is_captured_for_everybody_nothing_changes_what_is_r
         recompute_ratio=1.0, method=ReuseMethod(selector=selector, early_termination="published")
     )
     with closing(shelf.resolve(PRIVATE, config)) as resolved:
-        assert resolved.job.shared_until == 218
-        assert resolved.job.unread == {1, 2}
+        assert resolved.shared_until == 218
+        assert resolved.unread == {1, 2}
         assert loaded_names(resolved) == ["system"]
 
 
@@ -547,7 +543,7 @@ def test_shared_until_is_behind_the_last_chunk_that_is_captured_for_everybody(
     for name in stored:
         shelf.put(name, () if name == "system" else SYSTEM)
     resolved = shelf.resolve(prompt_of("question", *private), replace(CONFIG, capture=capture))
-    assert resolved.job.shared_until == edge
+    assert resolved.shared_until == edge
 
 
 # -- early termination and probes -------------------------------------------------------------------------------------
@@ -556,12 +552,12 @@ def test_shared_until_is_behind_the_last_chunk_that_is_captured_for_everybody(
 def test_early_termination_is_for_what_is_recomputed(shelf: Shelf) -> None:
     config = CONFIG.with_method(early_termination="published", early_termination_window=2)
     shelf.put("a", SYSTEM)
-    assert shelf.resolve(config=config).job.early_termination is None
+    assert shelf.resolve(config=config).early_termination is None
     shelf.put("b", SYSTEM)  # moved behind a
-    found = shelf.resolve(config=config).job
+    found = shelf.resolve(config=config)
     first, last = found.rows.bounds[-2:]
     assert found.early_termination == EarlyTermination(2, range(first, last))
-    assert shelf.resolve().job.early_termination is None
+    assert shelf.resolve().early_termination is None
 
 
 @pytest.mark.parametrize(
@@ -575,7 +571,7 @@ def test_a_probe_goes_ahead_of_large_passes_where_it_may_choose(
     config = CONFIG.with_method(selector="question", probe_min_rows=least)
     # c is computed: if it is for everybody, the question must not choose before it
     prompt = prompt_of("question", *(["c"] if private else []), closing=4)
-    job = shelf.resolve(prompt, config).job
+    job = shelf.resolve(prompt, config)
     assert (job.shared_until <= 8) == private  # the system segment is new as well
     assert (job.probe is not None) == probes
     if job.probe is not None:
@@ -589,7 +585,7 @@ def test_a_pass_of_few_rows_has_a_probe_by_default(shelf: Shelf, least: int, pro
     shelf.put("c", SYSTEM)
     config = ReuseConfig(recompute_ratio=0.3, nearest_share=0.0, capture=False)
     assert config.method.probe_min_rows == 0
-    job = shelf.resolve(config=config.with_method(probe_min_rows=least)).job
+    job = shelf.resolve(config=config.with_method(probe_min_rows=least))
     # the system segment, the question, and what is recomputed of b and c
     assert len(job.rows.open()) == 53
     assert (job.probe is not None) == probes
@@ -604,30 +600,30 @@ def test_a_probe_chooses_anew_around_what_is_computed(shelf: Shelf) -> None:
         method=ReuseMethod(selector="question", probe_min_rows=0),
     )
     resolved = shelf.resolve(config=config)
-    probe = resolved.job.probe
+    probe = resolved.probe
     assert probe is not None
-    first = [108 + offset for offset in resolved.plan.segments[2].recompute]
+    first = [108 + offset for offset in resolved.plan[2].recompute]
     assert len(first) == 9
     seen = np.zeros(90, np.float32)
     seen[40:60] = np.linspace(20.0, 10.0, 20)
-    rows = resolved.job.rows.mark([148, 149], RowReason.COMPUTED_INSTEAD).finish([first[0], 148])
+    rows = resolved.rows.mark([148, 149], RowReason.COMPUTED_INSTEAD).finish([first[0], 148])
     plan = probe.choose({2: seen}, rows, {})
-    chosen = plan.segments[2].recompute
+    chosen = plan[2].recompute
     assert first[0] - 108 in chosen  # it is computed already
     assert not {40, 41} & set(chosen)  # they did not come, so there is nothing to fix
     assert len(chosen) == 9
     assert set(range(42, 48)) <= set(chosen)
     unseen = probe.choose({}, rows, {})  # one that the question must not shape keeps its choice
-    kept = set(resolved.plan.segments[2].recompute) - {40, 41}
-    assert set(unseen.segments[2].recompute) == kept
+    kept = set(resolved.plan[2].recompute) - {40, 41}
+    assert set(unseen[2].recompute) == kept
 
 
 # -- as it went -------------------------------------------------------------------------------------------------------
 
 
-def result_of(resolved: Resolved, rows: Rows, *, plan: Plan | None = None) -> PrefillResult:
+def result_of(job: PrefillJob, rows: Rows, *, plan: Plan | None = None) -> PrefillResult:
     """A prefill that ended with these rows; all it was asked for is captured."""
-    job, layout = resolved.job, KVLayout(2, 1, 4, "float32")
+    layout = KVLayout(2, 1, 4, "float32")
     recorder = CaptureRecorder(
         layout, torch.empty(0), [(i, BOUNDS[i], BOUNDS[i + 1]) for i in job.captures]
     )
@@ -643,7 +639,7 @@ def captured_segments(result: PrefillResult) -> list[int]:
 
 
 @pytest.fixture
-def resolved(shelf: Shelf) -> Iterator[tuple[Resolved, PendingLoads]]:
+def resolved(shelf: Shelf) -> Iterator[tuple[PrefillJob, PendingLoads]]:
     """`a` is exact, `b` moved, and both are still to be loaded."""
     shelf.put("a", SYSTEM)
     shelf.put("b", SYSTEM)
@@ -653,24 +649,35 @@ def resolved(shelf: Shelf) -> Iterator[tuple[Resolved, PendingLoads]]:
         yield found, loads
 
 
-def test_what_came_is_as_it_was_planned(resolved: tuple[Resolved, PendingLoads]) -> None:
+def test_loads_that_are_ended_twice_are_counted_once(shelf: Shelf) -> None:
+    shelf.put("a", SYSTEM)
+    shelf.reopen()
+    loader, job = Loader(shelf.store, 2), shelf.resolve()
+    loads = loader.begin(job.to_load)
+    assert loads.wait(lambda: not loads.incomplete(), 60)
+    loader.end(loads)
+    loader.end(loads)
+    assert shelf.store.stats().loads == {"disk": 1}
+
+
+def test_what_came_is_as_it_was_planned(resolved: tuple[PrefillJob, PendingLoads]) -> None:
     planned, loads = resolved
-    result = result_of(planned, planned.job.rows)
+    result = result_of(planned, planned.rows)
     assert executed_plan(planned, loads, result) == planned.plan
     # of the exact one, the same is stored already; of the moved one, something else would be
     assert captured_segments(result) == [0, 2, 3]
 
 
 def test_what_was_computed_because_that_was_faster_says_so(
-    resolved: tuple[Resolved, PendingLoads],
+    resolved: tuple[PrefillJob, PendingLoads],
 ) -> None:
     planned, loads = resolved
     result = result_of(
         planned,
-        planned.job.rows.mark([*range(8, 108), *range(108, 120)], RowReason.COMPUTED_INSTEAD),
+        planned.rows.mark([*range(8, 108), *range(108, 120)], RowReason.COMPUTED_INSTEAD),
     )
     plan = executed_plan(planned, loads, result)
-    a, b = plan.segments[1:3]
+    a, b = plan[1:3]
     assert (a.outcome, a.reason, a.variant, a.recompute.tolist()) == (
         "computed",
         Reason.COMPUTED_FASTER,
@@ -678,27 +685,25 @@ def test_what_was_computed_because_that_was_faster_says_so(
         [],
     )
     assert (b.outcome, b.reason, b.not_loaded) == ("reused", Reason.COMPUTED_FASTER, 12)
-    assert b.variant == planned.plan.segments[2].variant
-    assert b.recompute.tolist() == [
-        offset for offset in planned.plan.segments[2].recompute if offset >= 12
-    ]
+    assert b.variant == planned.plan[2].variant
+    assert b.recompute.tolist() == [offset for offset in planned.plan[2].recompute if offset >= 12]
     assert captured_segments(result) == [0, 2, 3]  # a was computed, but the very same is stored
 
 
 def test_a_plan_that_a_probe_made_is_the_one_that_went(
-    resolved: tuple[Resolved, PendingLoads],
+    resolved: tuple[PrefillJob, PendingLoads],
 ) -> None:
     planned, loads = resolved
-    segments = list(planned.plan.segments)
+    segments = list(planned.plan)
     segments[2] = replace(segments[2], recompute=np.array([1, 50]))
     result = result_of(
         planned,
-        planned.job.rows.mark([109], RowReason.COMPUTED_INSTEAD),
-        plan=Plan(tuple(segments)),
+        planned.rows.mark([109], RowReason.COMPUTED_INSTEAD),
+        plan=tuple(segments),
     )
     plan = executed_plan(planned, loads, result)
-    assert plan.segments[2].recompute.tolist() == [50]
-    assert plan.segments[2].not_loaded == 1
+    assert plan[2].recompute.tolist() == [50]
+    assert plan[2].not_loaded == 1
 
 
 def test_what_was_lost_on_the_way_is_captured_again(shelf: Shelf) -> None:
@@ -714,9 +719,9 @@ def test_what_was_lost_on_the_way_is_captured_again(shelf: Shelf) -> None:
         assert loads.wait(lambda: not loads.incomplete(), 60)
         failed = loads.failed()
         assert failed
-        result = result_of(planned, planned.job.rows.mark(failed, RowReason.COMPUTED_INSTEAD))
+        result = result_of(planned, planned.rows.mark(failed, RowReason.COMPUTED_INSTEAD))
         plan = executed_plan(planned, loads, result)
-    lost = plan.segments[1]
+    lost = plan[1]
     assert lost.reason == Reason.NOT_LOADED
     assert "checksum" in lost.detail
     assert (lost.not_loaded or len(failed)) == len(failed)
@@ -757,12 +762,12 @@ def test_resolved_loaded_and_run_the_logits_are_those_of_full_prefill(
     ):
         assert loads.wait(lambda: not loads.incomplete(), 60)
         steps = OverlappedPrefill(
-            decoder, resolved.job, loads, ComputeSpeed(decoder.keys_per_row)
+            decoder, resolved, loads, ComputeSpeed(decoder.keys_per_row)
         ).steps()
         result = run(decoder, steps)
     plan = executed_plan(resolved, loads, result)
     assert (decoder.next_logits(result.hidden) - decoder.own_logits(ids)[0]).abs().max() <= 1e-3
-    assert [planned.reason == Reason.NOT_LOADED for planned in plan.segments] == [
+    assert [planned.reason == Reason.NOT_LOADED for planned in plan] == [
         False,
         harm != "nothing",
         *[False] * 3,

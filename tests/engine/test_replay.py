@@ -23,12 +23,12 @@ import torch
 from cachecraft_rag.compute.decode import extend
 from cachecraft_rag.compute.driver import prefill
 from cachecraft_rag.compute.job import PrefillJob
-from cachecraft_rag.compute.kv_buffer import ResidentKV
+from cachecraft_rag.compute.kv_buffer import KVBuffer, ResidentKV
 from cachecraft_rag.compute.resolve import rows_of
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.planning.config import ReuseConfig, ReuseMethod
-from cachecraft_rag.serving.answering import Answering, Prefilled
+from cachecraft_rag.serving.answering import Answering
 from cachecraft_rag.serving.config import NewVariants
 from cachecraft_rag.serving.request import Request, RequestProgress
 from cachecraft_rag.serving.sampling import SamplingParams
@@ -85,20 +85,21 @@ class Watched(Answering):
         self,
         request: Request,
         progress: RequestProgress,
-        output: Prefilled,
+        logits: torch.Tensor,
+        buffer: KVBuffer,
         queue: TokenQueue,
         **how: Any,
     ) -> Any:
-        last = yield from super()._decode(request, progress, output, queue, **how)
+        last = yield from super()._decode(request, progress, logits, buffer, queue, **how)
         self.answers += 1
         if self.answers % 50 == 0:
-            self._compare(request, progress, output)
+            self._compare(request, progress, logits)
         return last
 
-    def _compare(self, request: Request, progress: RequestProgress, output: Prefilled) -> None:
+    def _compare(self, request: Request, progress: RequestProgress, first: torch.Tensor) -> None:
         plan, bounds = progress.plan, request.prompt.bounds
         resident = []
-        for index, planned in enumerate(plan.segments):
+        for index, planned in enumerate(plan):
             if planned.variant is not None:
                 disk, variant = self.store._durable.disk, planned.variant
                 loaded = disk.read(variant) if variant.home == "disk" else self.store.load(variant)
@@ -109,12 +110,12 @@ class Watched(Answering):
             rows_of(plan, bounds),
             resident=resident,
             capacity=bounds[-1] + TOKENS,
-            reused=[index for index, planned in enumerate(plan.segments) if planned.to_fix],
+            reused=[index for index, planned in enumerate(plan) if planned.to_fix],
             drift=request.config.method.drift,
         )
         fresh = prefill(self.decoder, job)
         logits = self.decoder.next_logits(fresh.hidden)
-        assert (logits - output.logits).abs().max() <= 1e-3
+        assert (logits - first).abs().max() <= 1e-3
         assert greedy(self.decoder, logits, fresh.buffer, bounds[-1]) == progress.tokens
         self.compared += 1
 

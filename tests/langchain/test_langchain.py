@@ -467,7 +467,9 @@ def contents(engine: Engine, session: str | None) -> dict[str, tuple[str | None,
     """Chunk-caches that a session may use: each variant's owner and bytes."""
     settle(engine)
     ids = [engine.prompts.system.segment_id, *map(chunk_id_of, TEXTS)]
-    found = engine.store.lookup(engine.namespace, engine.decoder.fingerprint, ids, session=session)
+    found = engine.store.find(
+        engine.namespace, engine.decoder.fingerprint, ids, session=session
+    ).variants
     variants = [variant for of_segment in found.values() for variant in of_segment]
     loaded = map(engine.store.load, variants)
     return {
@@ -771,7 +773,9 @@ def test_from_pretrained_takes_the_generators_own_settings(
         noted = chunk_id_of(f"Note: {TEXTS[0]}")
         engine.write_back.wait_for([noted])
         engine.store.flush()
-        assert engine.store.lookup(engine.namespace, engine.decoder.fingerprint, [noted])[noted]
+        assert engine.store.find(engine.namespace, engine.decoder.fingerprint, [noted]).variants[
+            noted
+        ]
     with pytest.raises(ValueError, match="input_key"):
         CacheCraftGenerator.from_pretrained(str(demo_model), store=tmp_path, input_key=5)
 

@@ -100,7 +100,7 @@ def case_of(dice: np.random.Generator) -> Case:
             early_termination=dice.choice(["off", "probe"]),
         ),
     )
-    return Case(Plan(tuple(segments)), scores, config, probed, recomputed, excluded, focus)
+    return Case(tuple(segments), scores, config, probed, recomputed, excluded, focus)
 
 
 # -- the plain reference ----------------------------------------------------------------------------------------------
@@ -128,7 +128,7 @@ def plain_recompute(case: Case) -> list[tuple[list[int], int]]:
     chosen: dict[int, tuple[set[int], int]] = {}
     pool: list[tuple[float, int, int]] = []
     pooled_budget = 0
-    for index, planned in enumerate(case.plan.segments):
+    for index, planned in enumerate(case.plan):
         if planned.outcome != "reused":
             continue
         assert planned.variant is not None
@@ -166,7 +166,7 @@ def plain_recompute(case: Case) -> list[tuple[list[int], int]]:
         chosen[index][0].add(offset)
     return [
         (sorted(chosen[index][0]), chosen[index][1]) if index in chosen else ([], 0)
-        for index in range(len(case.plan.segments))
+        for index in range(len(case.plan))
     ]
 
 
@@ -189,22 +189,22 @@ def selected(case: Case) -> Plan:
 def test_arrays_choose_the_tokens_that_lists_and_sets_choose(seed: int) -> None:
     case = case_of(np.random.default_rng(seed))
     plan = selected(case)
-    assert [
-        (planned.recompute.tolist(), planned.spared) for planned in plan.segments
-    ] == plain_recompute(case)
-    assert all(planned.recompute.dtype == np.int64 for planned in plan.segments)
+    assert [(planned.recompute.tolist(), planned.spared) for planned in plan] == plain_recompute(
+        case
+    )
+    assert all(planned.recompute.dtype == np.int64 for planned in plan)
 
 
 @given(st.integers(0, 2**32))
 def test_rows_in_arrays_are_the_rows_of_the_plan(seed: int) -> None:
     case = case_of(np.random.default_rng(seed))
     plan = selected(case)
-    lengths = [planned.variant.tokens if planned.variant else 4 for planned in plan.segments]
+    lengths = [planned.variant.tokens if planned.variant else 4 for planned in plan]
     bounds = [0]
     for length in lengths:
         bounds.append(bounds[-1] + length)
     expected = []
-    for planned, length in zip(plan.segments, lengths, strict=True):
+    for planned, length in zip(plan, lengths, strict=True):
         chosen = set(planned.recompute.tolist())
         for offset in range(length):
             if planned.variant is None:

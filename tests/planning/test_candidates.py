@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from cachecraft_rag.planning.candidates import Candidate, Candidates
 from cachecraft_rag.planning.config import ReuseConfig, ReuseMethod
-from cachecraft_rag.planning.planner import Plan, SegmentPlan
+from cachecraft_rag.planning.planner import SegmentPlan
 from cachecraft_rag.types.prompts import Prompt, Segment
 from cachecraft_rag.types.variants import Variant, VariantKey
 
@@ -38,13 +38,13 @@ A, B, C = map(chunk, "abc")
 
 
 def test_a_prompt_counts_up_to_the_last_chunk_that_was_fixed() -> None:
-    plan = Plan((EXACT, fixed("a", 0.21), EXACT, COMPUTED, COMPUTED))
+    plan = (EXACT, fixed("a", 0.21), EXACT, COMPUTED, COMPUTED)
     found = Candidate.of(Prompt((SYSTEM, A, B, C, QUESTION)), plan, CONFIG, session="ada")
     assert found == Candidate((SYSTEM, A), {1: 3})  # ⌈0.21 · 10⌉, and it belongs to nobody
 
 
 def test_a_fixed_ratio_is_what_its_variant_would_save() -> None:
-    plan = Plan((EXACT, fixed("a", 0.2), COMPUTED))
+    plan = (EXACT, fixed("a", 0.2), COMPUTED)
     ratio = ReuseConfig(recompute_ratio=0.5)
     found = Candidate.of(Prompt((SYSTEM, A, QUESTION)), plan, ratio, session=None)
     assert found is not None
@@ -54,13 +54,13 @@ def test_a_fixed_ratio_is_what_its_variant_would_save() -> None:
 def test_what_needs_no_fixing_is_no_candidate() -> None:
     at_origin = replace(fixed("a", 0.0), at_origin=True)
     for planned in (EXACT, COMPUTED, at_origin):
-        plan = Plan((EXACT, planned, COMPUTED))
+        plan = (EXACT, planned, COMPUTED)
         assert Candidate.of(Prompt((SYSTEM, A, QUESTION)), plan, CONFIG, session=None) is None
 
 
 def test_what_was_moved_without_fixing_is_one_but_not_as_published() -> None:
     """With a CFO of 0 nothing is recomputed, and only a variant makes it exact."""
-    plan = Plan((EXACT, fixed("a", 0.0), COMPUTED))
+    plan = (EXACT, fixed("a", 0.0), COMPUTED)
     prompt = Prompt((SYSTEM, A, QUESTION))
     found = Candidate.of(prompt, plan, CONFIG, session=None)
     assert found is not None
@@ -71,7 +71,7 @@ def test_what_was_moved_without_fixing_is_one_but_not_as_published() -> None:
 
 def test_what_private_text_stands_before_belongs_to_the_session_or_to_nobody() -> None:
     mine = replace(SYSTEM, private=True)
-    plan = Plan((EXACT, fixed("a", 0.2), COMPUTED))
+    plan = (EXACT, fixed("a", 0.2), COMPUTED)
     prompt = Prompt((mine, A, QUESTION))
     assert Candidate.of(prompt, plan, CONFIG, session=None) is None
     found = Candidate.of(prompt, plan, CONFIG, session="ada")
@@ -80,7 +80,7 @@ def test_what_private_text_stands_before_belongs_to_the_session_or_to_nobody() -
 
 
 def test_what_stands_before_private_text_is_everybodys() -> None:
-    plan = Plan((EXACT, fixed("a", 0.2), fixed("b", 0.2), COMPUTED))
+    plan = (EXACT, fixed("a", 0.2), fixed("b", 0.2), COMPUTED)
     prompt = Prompt((SYSTEM, A, chunk("b", private=True), QUESTION))
     assert Candidate.of(prompt, plan, CONFIG, session=None) == Candidate((SYSTEM, A), {1: 2})
 

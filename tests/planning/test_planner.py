@@ -84,19 +84,19 @@ def plan_last(
 ) -> SegmentPlan:
     """The plan of the last chunk."""
     name = prompt.segments[-2].segment_id
-    return make_plan(prompt, {name: variants}, config, lost=lost).segments[-2]
+    return make_plan(prompt, {name: variants}, config, lost=lost)[-2]
 
 
 def test_without_a_variant_everything_is_computed() -> None:
     plan = make_plan(prompt_of("a", "b"), {}, CONFIG)
-    assert [s.outcome for s in plan.segments] == ["computed"] * 4
-    assert [s.reason for s in plan.segments[:3]] == [Reason.NOT_STORED] * 3
-    assert plan.segments[3].reason == Reason.QUESTION
+    assert [s.outcome for s in plan] == ["computed"] * 4
+    assert [s.reason for s in plan[:3]] == [Reason.NOT_STORED] * 3
+    assert plan[3].reason == Reason.QUESTION
 
 
 def test_switched_off_nothing_is_reused() -> None:
     plan = make_plan(prompt_of("a"), {"a": [variant("a")]}, ReuseConfig(reuse=False))
-    assert [(s.outcome, s.variant) for s in plan.segments] == [("computed", None)] * 3
+    assert [(s.outcome, s.variant) for s in plan] == [("computed", None)] * 3
 
 
 def test_the_very_same_prefix_is_exact() -> None:
@@ -116,7 +116,7 @@ def test_the_system_segment_is_exact_behind_nothing() -> None:
         tokens=2,
         tokens_digest=digest_of_it,
     )
-    assert make_plan(prompt_of("a"), {SYSTEM: [own]}, CONFIG).segments[0].outcome == "exact"
+    assert make_plan(prompt_of("a"), {SYSTEM: [own]}, CONFIG)[0].outcome == "exact"
 
 
 def test_the_lowest_overhead_wins() -> None:
@@ -218,7 +218,7 @@ def test_with_a_fixed_ratio_alpha_decides_nothing(ratio: float) -> None:
         )
     ]
     assert all(plan == plans[0] for plan in plans)
-    found = plans[0].segments[-2]
+    found = plans[0][-2]
     assert (found.outcome, found.variant, len(found.recompute)) == (
         "reused",
         offers[1],
@@ -247,7 +247,7 @@ def test_what_a_lossy_codec_kept_is_never_exact_and_needs_no_fixing(codec: str) 
         )
         assert found.reason == Reason.LOSSY_CODEC
         assert codec in explain(found.reason, found.detail)
-        assert with_selection(Plan((found,)), {}, config).segments[0].recompute.tolist() == []
+        assert with_selection((found,), {}, config)[0].recompute.tolist() == []
     chain = [dataclasses.replace(one, codec=codec) for one in stored_chain("a", "b")]
     assert plan_of(prompt_of("a", "b"), chain, SET) == [("reused", one) for one in chain]
 
@@ -256,7 +256,7 @@ def test_with_everything_recomputed_what_a_lossy_codec_kept_is_too() -> None:
     exactly = ReuseConfig(recompute_ratio=1.0)
     found = plan_last(prompt_of("a", "c"), variant("c", "a", codec="int8"), config=exactly)
     assert found.to_fix
-    (chosen,) = with_selection(Plan((found,)), {}, exactly).segments
+    (chosen,) = with_selection((found,), {}, exactly)
     assert chosen.recompute.tolist() == list(range(10))
     assert plan_last(prompt_of("a", "c"), variant("c", "a"), config=exactly).outcome == "exact"
 
@@ -267,7 +267,7 @@ def test_an_instruction_is_reused_from_a_lossless_codec_only(codec: str, outcome
     key = VariantKey("default", "model", SYSTEM, ())
     digest_of_it = prompt.segments[0].tokens_digest
     kept = variant(SYSTEM, key=key, codec=codec, tokens=2, tokens_digest=digest_of_it, inter=None)
-    planned = make_plan(prompt, {SYSTEM: [kept]}, CONFIG).segments[0]
+    planned = make_plan(prompt, {SYSTEM: [kept]}, CONFIG)[0]
     assert planned.outcome == outcome
     assert (planned.reason == Reason.LOSSY_CODEC) == (outcome == "computed")
 
@@ -275,7 +275,7 @@ def test_an_instruction_is_reused_from_a_lossless_codec_only(codec: str, outcome
 def test_what_was_computed_behind_a_lossy_codec_is_not_exact() -> None:
     kept = plan_last(prompt_of("a"), variant("a", codec="int8"))
     computed, exact = SegmentPlan("computed"), SegmentPlan("exact")
-    shares = exact_shares(Plan((exact, kept, computed, computed)), [5, 10, 20, 5])
+    shares = exact_shares((exact, kept, computed, computed), [5, 10, 20, 5])
     assert shares[:2] == [1.0, 1.0]
     assert 0.9 < shares[2] < 1.0
     assert shares[3] == pytest.approx(shares[2])
@@ -302,7 +302,7 @@ def test_a_chunk_born_first_overlaps_only_with_nothing() -> None:
 
 def test_only_chunks_before_it_count_as_prefix() -> None:
     plan = make_plan(prompt_of("c", "a"), {"c": [variant("c", "a")]}, CONFIG)
-    assert plan.segments[1].beta == 0.0
+    assert plan[1].beta == 0.0
 
 
 def test_other_token_ids_are_never_served() -> None:
@@ -337,7 +337,7 @@ def selected(found: SegmentPlan, scores: Any = None, **config: Any) -> list[int]
         found.variant.variant_id: scores if isinstance(scores, TokenScores) else TokenScores(scores)
     }
     settings = ReuseConfig(method=ReuseMethod(alpha=0.25)).changed_by(config)
-    return with_selection(Plan((found,)), known, settings).segments[0].recompute.tolist()
+    return with_selection((found,), known, settings)[0].recompute.tolist()
 
 
 def test_the_budget_is_rounded_up() -> None:
@@ -363,20 +363,20 @@ def test_a_fixed_ratio_replaces_the_overhead_but_leaves_exact_chunks_alone() -> 
 def test_a_partly_recomputed_chunk_says_how_much_of_it_was_chosen_and_by_what() -> None:
     reused = SegmentPlan("reused", variant=variant("c", "a"), cfo=0.21)
     config = ReuseConfig(method=ReuseMethod(alpha=0.25, selector="leading"))
-    plan = with_selection(Plan((reused,)), {}, config)
-    (fixed,) = plan.segments
+    plan = with_selection((reused,), {}, config)
+    (fixed,) = plan
     assert fixed.reason is Reason.FIXED
     assert explain(fixed.reason, fixed.detail) == (
         "3 of 10 tokens recomputed, chosen by the selector 'leading'"
     )
-    (kept,) = with_selection(plan, {}, dataclasses.replace(config, recompute_ratio=0.0)).segments
+    (kept,) = with_selection(plan, {}, dataclasses.replace(config, recompute_ratio=0.0))
     assert (kept.reason, kept.detail, len(kept.recompute)) == (Reason.REUSED, "", 0)
 
 
 def test_without_token_scores_the_leading_tokens_are_recomputed() -> None:
     reused = SegmentPlan("reused", variant=variant("c"), cfo=0.3)
     assert selected(reused, None) == [0, 1, 2]
-    (chosen,) = with_selection(Plan((reused,)), {}, ReuseConfig()).segments
+    (chosen,) = with_selection((reused,), {}, ReuseConfig())
     assert chosen.recompute.tolist() == [0, 1]
 
 
@@ -386,20 +386,20 @@ def test_without_an_alpha_every_chunk_recomputes_the_same_share() -> None:
         assert len(selected(reused, method={"alpha": None})) == 2  # a fifth of ten
     published = ReuseConfig.paper(method=ReuseMethod.paper(alpha=None))
     reused = SegmentPlan("reused", variant=variant("c", "a"), cfo=0.3)
-    assert len(with_selection(Plan((reused,)), {}, published).segments[0].recompute) == 3
+    assert len(with_selection((reused,), {}, published)[0].recompute) == 3
 
 
 def test_the_share_of_exact_context() -> None:
     exact, reused, computed = SegmentPlan("exact"), SegmentPlan("reused"), SegmentPlan("computed")
-    assert exact_shares(Plan((computed, computed, exact, computed)), [7, 11, 13, 3]) == [1.0] * 4
-    assert exact_shares(Plan((exact, reused, reused, computed)), [10, 10, 20, 5]) == [
+    assert exact_shares((computed, computed, exact, computed), [7, 11, 13, 3]) == [1.0] * 4
+    assert exact_shares((exact, reused, reused, computed), [10, 10, 20, 5]) == [
         1.0,
         1.0,
         0.5,
         0.25,
     ]
     # the third is computed behind 1/2 exact context and hands that half on
-    assert exact_shares(Plan((exact, reused, computed, computed)), [10, 10, 20, 5])[3] == 0.5
+    assert exact_shares((exact, reused, computed, computed), [10, 10, 20, 5])[3] == 0.5
 
 
 # -- speed ------------------------------------------------------------------------------------------------------------
@@ -459,16 +459,16 @@ def test_planning_20_chunks_of_8_variants_scans_nothing_of_10_000_in_the_catalog
             )
         )
         with sqlite_steps(catalog) as planning:
-            stored = full_store.lookup("default", "model", [digest(SYSTEM), *names])
+            stored = full_store.find("default", "model", [digest(SYSTEM), *names]).variants
             plan = make_plan(prompt, stored, config)
-        winners = [s.variant.variant_id for s in plan.segments if s.variant is not None]
+        winners = [s.variant.variant_id for s in plan if s.variant is not None]
         with sqlite_steps(catalog) as selecting:
             chosen = with_selection(plan, full_store.token_scores(winners), config)
         assert planning[0] < 100 * 20 * VARIANTS
         assert selecting[0] < 100 * 20
         assert [len(stored[name]) for name in names] == [VARIANTS] * 20
         assert len(winners) == 20
-        assert sum(len(s.recompute) for s in chosen.segments) > 20
+        assert sum(len(s.recompute) for s in chosen) > 20
 
 
 # -- other scopes -----------------------------------------------------------------------------------------------------
@@ -492,7 +492,7 @@ def plan_of(
     for one in variants:
         stored.setdefault(one.key.chunk_id, []).append(one)
     plan = make_plan(prompt, stored, config, lost=lost)
-    return [(planned.outcome, planned.variant) for planned in plan.segments[1:-1]]
+    return [(planned.outcome, planned.variant) for planned in plan[1:-1]]
 
 
 def test_prefix_cache_reuses_a_prefix_and_nothing_else() -> None:
@@ -500,7 +500,7 @@ def test_prefix_cache_reuses_a_prefix_and_nothing_else() -> None:
     found = plan_of(prompt_of("a", "b", "d", "c"), [a, b, c], PREFIX)
     assert found == [("exact", a), ("exact", b), ("computed", None), ("computed", None)]
     plan = make_plan(prompt_of("c"), {"c": [c]}, PREFIX)
-    assert plan.segments[1].reason == Reason.OTHER_PREFIX
+    assert plan[1].reason == Reason.OTHER_PREFIX
 
 
 def test_set_cache_takes_the_longest_first_chunks_in_any_order() -> None:
@@ -525,11 +525,11 @@ def test_set_cache_prefers_the_same_order_and_needs_the_whole_chain() -> None:
 def test_set_cache_recomputes_nothing() -> None:
     variants = stored_chain("a", "b")
     plan = make_plan(prompt_of("b", "a"), {v.key.chunk_id: [v] for v in variants}, SET)
-    assert all(not len(planned.recompute) for planned in with_selection(plan, {}, SET).segments)
+    assert all(not len(planned.recompute) for planned in with_selection(plan, {}, SET))
 
 
 def in_full_of(prompt: Prompt, stored: dict[str, list[Variant]], config: ReuseConfig) -> list[bool]:
-    return [planned.in_full for planned in make_plan(prompt, stored, config).segments]
+    return [planned.in_full for planned in make_plan(prompt, stored, config)]
 
 
 def moved(*names: str) -> dict[str, list[Variant]]:
@@ -554,9 +554,9 @@ def test_the_last_chunk_is_recomputed_in_full_if_it_is_a_small_part(
     ]
 
     plan = with_selection(make_plan(prompt, moved("a", "b", "c", "d"), config), {}, config)
-    counts = [len(planned.recompute) for planned in plan.segments]
+    counts = [len(planned.recompute) for planned in plan]
     assert counts == [0, 1, 1, 1, 10 if is_in_full else 1, 0]
-    assert (plan.segments[4].reason is Reason.NEAREST) == is_in_full
+    assert (plan[4].reason is Reason.NEAREST) == is_in_full
 
 
 def test_a_last_chunk_that_needs_no_fixing_is_not_recomputed() -> None:
@@ -572,8 +572,8 @@ def test_a_last_chunk_with_all_its_old_neighbours_is_recomputed_too() -> None:
     prompt = prompt_of("a", "b", "c")
     stored = moved("b") | {"a": [variant("a")], "c": [variant("c", "a")]}
     plan = make_plan(prompt, stored, ReuseConfig(nearest_share=1.0))
-    assert plan.segments[3].cfo == 0.0
-    assert [planned.in_full for planned in plan.segments] == [False, False, False, True, False]
+    assert plan[3].cfo == 0.0
+    assert [planned.in_full for planned in plan] == [False, False, False, True, False]
 
 
 @pytest.mark.parametrize("nothing", [{"recompute_ratio": 0.0}, {"method": ReuseMethod(alpha=0.0)}])
@@ -597,7 +597,7 @@ def test_tokens_that_are_computed_anyway_are_not_recomputed_in_full() -> None:
     config = ReuseConfig(recompute_ratio=0.1, nearest_share=1.0)
     plan = make_plan(prompt_of("a", "b"), moved("a", "b"), config)
     chosen = with_selection(plan, {}, config, excluded={2: np.array([0, 3])})
-    assert chosen.segments[2].recompute.tolist() == [1, 2, 4, 5, 6, 7, 8, 9]
+    assert chosen[2].recompute.tolist() == [1, 2, 4, 5, 6, 7, 8, 9]
 
 
 # -- focus ------------------------------------------------------------------------------------------------------------
@@ -619,7 +619,7 @@ def after_probe(config: ReuseConfig, *names: str, **probed: Any) -> Plan:
 
 def test_chunks_out_of_focus_recompute_nothing_and_save_their_budgets() -> None:
     plan = after_probe(FOCUSED)
-    chunks = plan.segments[1:-1]
+    chunks = plan[1:-1]
     assert [len(planned.recompute) for planned in chunks] == [0, 2, 2, 0, 0]
     assert [planned.spared for planned in chunks] == [2, 0, 0, 2, 2]
     assert [planned.in_focus for planned in chunks] == [False, True, True, False, False]
@@ -631,14 +631,14 @@ def test_chunks_out_of_focus_recompute_nothing_and_save_their_budgets() -> None:
         True,
         True,
     ]
-    assert {planned.focus for planned in (plan.segments[0], plan.segments[-1])} == {None}
+    assert {planned.focus for planned in (plan[0], plan[-1])} == {None}
 
 
 def test_with_the_probes_rule_the_last_chunk_recomputes_nothing_out_of_focus() -> None:
     config = dataclasses.replace(FOCUSED, nearest_share=1.0)
-    away = after_probe(config).segments[5]
+    away = after_probe(config)[5]
     assert (len(away.recompute), away.spared, away.reason) == (0, 10, Reason.UNFOCUSED)
-    near = after_probe(config, focus=FOCUS | {5: 4.0}).segments[5]
+    near = after_probe(config, focus=FOCUS | {5: 4.0})[5]
     assert near.recompute.tolist() == list(range(10))
     assert (near.spared, near.reason) == (0, Reason.NEAREST)
 
@@ -657,25 +657,25 @@ def test_without_the_rule_and_where_all_must_be_exact_the_probe_only_says_what_i
     config = FOCUSED.changed_by(settings)
     plan = after_probe(config)
     tokens = 10 if config.recompute_ratio == 1.0 else 2
-    assert [len(planned.recompute) for planned in plan.segments] == [0, *[tokens] * 5, 0]
-    assert [planned.in_focus for planned in plan.segments[1:4]] == [False, True, True]
-    assert sum(planned.spared for planned in plan.segments) == 0
+    assert [len(planned.recompute) for planned in plan] == [0, *[tokens] * 5, 0]
+    assert [planned.in_focus for planned in plan[1:4]] == [False, True, True]
+    assert sum(planned.spared for planned in plan) == 0
 
 
 def test_with_few_chunks_nothing_is_spared() -> None:
     focus = {1: 0.01, 2: 4.0, 3: 0.02, 4: 0.02}
     plan = after_probe(FOCUSED, "a", "b", "c", "d", focus=focus)
-    assert [len(planned.recompute) for planned in plan.segments] == [0, 2, 2, 2, 2, 0]
-    assert [planned.in_focus for planned in plan.segments[1:5]] == [False, True, False, False]
+    assert [len(planned.recompute) for planned in plan] == [0, 2, 2, 2, 2, 0]
+    assert [planned.in_focus for planned in plan[1:5]] == [False, True, False, False]
 
 
 def test_what_the_question_must_not_shape_is_recomputed_out_of_focus_too() -> None:
     plan = after_probe(FOCUSED, probed={index: SEEN[index] for index in (2, 3, 4, 5)})
-    assert len(plan.segments[1].recompute)
-    assert [planned.spared for planned in plan.segments] == [0, 0, 0, 0, 2, 2, 0]
+    assert len(plan[1].recompute)
+    assert [planned.spared for planned in plan] == [0, 0, 0, 0, 2, 2, 0]
 
 
 def test_tokens_recomputed_before_the_probe_stay_and_are_not_counted_as_spared() -> None:
     plan = after_probe(FOCUSED, recomputed={1: np.array([4])})
-    assert (plan.segments[1].recompute.tolist(), plan.segments[1].spared) == ([4], 1)
-    assert plan.segments[1].reason is Reason.FIXED
+    assert (plan[1].recompute.tolist(), plan[1].spared) == ([4], 1)
+    assert plan[1].reason is Reason.FIXED

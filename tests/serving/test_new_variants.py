@@ -81,9 +81,9 @@ def ask(engine: Engine, chunks: list[Chunk], *, settle: bool = True, **how: Any)
 
 
 def variants_of(engine: Engine, chunk: Chunk, session: str | None = None) -> list[Variant]:
-    found = engine.store.lookup(
+    found = engine.store.find(
         engine.namespace, engine.decoder.fingerprint, [chunk.chunk_id], session=session
-    )
+    ).variants
     return found[chunk.chunk_id]
 
 

@@ -33,7 +33,7 @@ def test_a_store_and_an_index(tmp_path: Path) -> None:
     store = ChunkCacheStore.open(tmp_path / "caches")
     leave_by_mishap(store)
     with pytest.raises(StoreError, match="closed"):
-        store.lookup("ns", "model", ["chunk"])
+        store.find("ns", "model", ["chunk"])
     index = FaissStore.open(tmp_path / "index", dim=3, embedder_fingerprint="model@1")
     leave_by_mishap(index)
     with pytest.raises(IndexStoreError, match="closed"):

@@ -121,7 +121,7 @@ def add(store: ChunkCacheStore, chunk: str) -> None:
 
 
 def use(store: ChunkCacheStore, chunk: str) -> None:
-    (variant,) = store.lookup("ns", "model", [chunk])[chunk]
+    (variant,) = store.find("ns", "model", [chunk]).variants[chunk]
     store.used(variant.variant_id, recomputed=0.2, tokens=variant.tokens)
     assert store.flush()
 
@@ -214,7 +214,7 @@ def test_a_chunk_cache_that_a_rule_evicts_while_it_is_read_is_read_to_its_end(
 ) -> None:
     with ChunkCacheStore.open(tmp_path, host_bytes=0, rules=[MaxChunkAge(DAY)]) as store:
         add(store, "old")
-        (variant,) = store.lookup("ns", "model", ["old"])["old"]
+        (variant,) = store.find("ns", "model", ["old"]).variants["old"]
         (reading,) = store.open_variants([variant])
         assert isinstance(reading, StoredVariant)
         clock.now += 2 * DAY

@@ -27,7 +27,7 @@ from cachecraft_rag.types.captures import TokenScores
 from cachecraft_rag.types.digests import digest
 from cachecraft_rag.types.kv_layout import KVLayout
 from cachecraft_rag.types.store_reasons import Damaged, Unavailable
-from cachecraft_rag.types.variants import Payload, Variant, VariantKey
+from cachecraft_rag.types.variants import PayloadFacts, Variant, VariantKey
 from cachecraft_rag.types.versions import LAYOUT_VERSION
 
 DATA = Path(__file__).parents[1] / "data" / "layout-3"
@@ -56,7 +56,10 @@ VARIANT = Variant(
 )
 SCORES = TokenScores(np.array([0.0, 0.5, 1.0], np.float32))
 KV = torch.arange(48, dtype=torch.float32).reshape(2, 2, 3, 1, 4)
-ROW = Row(replace(VARIANT, home="remote", payload=Payload(nbytes=5000, seal=b"\x01" * 16)), SCORES)
+ROW = Row(
+    replace(VARIANT, home="remote", payload_facts=PayloadFacts(nbytes=5000, seal=b"\x01" * 16)),
+    SCORES,
+)
 ROOMY = Limits(disk_bytes=10**9, max_variants=10, variants_per_chunk=10)
 
 
@@ -96,7 +99,7 @@ def written(path: Path) -> dict[str, Any]:
 def test_a_file_is_byte_by_byte_what_layout_3_says() -> None:
     encoded = encode(VARIANT, LAYOUT, KV)
     whole = (DATA / "chunk-cache.safetensors").read_bytes()
-    assert encoded.header + b"".join(encoded.blocks) == whole
+    assert b"".join(encoded) == whole
     header = Header.decode(whole[:4096])
     assert (header.key, header.layout, header.tokens, header.codec) == (KEY, LAYOUT, 3, "raw")
 
@@ -109,7 +112,7 @@ def test_a_row_of_a_remote_is_byte_by_byte_what_layout_3_says() -> None:
     )
     # what others say of uses is not believed
     assert row.variant == replace(ROW.variant, reuse_frequency=0.0)
-    assert row.variant.payload == ROW.variant.payload
+    assert row.variant.payload_facts == ROW.variant.payload_facts
     assert row.token_scores.inter.tolist() == [0.0, 0.5, 1.0]
 
 

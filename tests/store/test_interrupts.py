@@ -293,7 +293,7 @@ def test_a_process_and_another_one_go_on_after_thousands_of_interrupts(tmp_path:
 
     def look_up() -> None:
         names = [f"chunk {dice.randrange(60)}" for _ in range(4)]
-        store.lookup("ns", "model", names)
+        store.find("ns", "model", names)
         store.seen_texts(names)
         store.stats()
 

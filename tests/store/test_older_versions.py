@@ -69,7 +69,7 @@ def test_a_store_of_another_version_is_set_aside_with_one_warning(
     ):
         with ChunkCacheStore.open(root) as store:
             assert store.stats().variants == 0
-            assert store.lookup("default", MODEL, NAMES) == {name: [] for name in NAMES}
+            assert store.find("default", MODEL, NAMES).variants == {name: [] for name in NAMES}
             assert store.check().findings == ()
             assert len(caplog.messages) == 1, (version, caplog.messages)
             assert "set-aside" in caplog.messages[0]

@@ -110,10 +110,10 @@ def test_a_fork_may_not_ask_a_used_engine(engine: Engine) -> None:
 def test_a_fork_may_not_use_an_open_store(engine: Engine) -> None:
     store, fingerprint = engine.store, engine.decoder.fingerprint
     ids = [chunk.chunk_id for chunk in CHUNKS]
-    (variant,) = store.lookup("default", fingerprint, ids)[ids[0]]
+    (variant,) = store.find("default", fingerprint, ids).variants[ids[0]]
     in_a_fork(
         refuses(
-            lambda: store.lookup("default", fingerprint, ids),
+            lambda: store.find("default", fingerprint, ids),
             lambda: store.token_scores([variant.variant_id]),
             lambda: store.open_variants([variant]),
             lambda: store.load(variant),

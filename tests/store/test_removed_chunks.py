@@ -232,16 +232,16 @@ def test_a_remote_offers_nothing_that_a_removed_chunk_has_shaped(
     engine = opened("engine", store=remote)
     ids = [PRICE.chunk_id, DESCALING.chunk_id]
     scope = (engine.namespace, engine.decoder.fingerprint)
-    assert all(engine.store.lookup(*scope, ids).values())
+    assert all(engine.store.find(*scope, ids).variants.values())
 
     engine.store.remove_chunks(ids[:1])
 
-    assert engine.store.lookup(*scope, ids) == {name: [] for name in ids}
+    assert engine.store.find(*scope, ids).variants == {name: [] for name in ids}
     ask(engine, PRICE, DESCALING)
     assert shaped(engine, PRICE) == []
     # they leave the remote too, in the background: another engine does not find them either
     third = opened("third", store=remote).store
-    until(lambda: third.lookup(*scope, ids) == {name: [] for name in ids})
+    until(lambda: third.find(*scope, ids).variants == {name: [] for name in ids})
 
 
 def test_rows_that_an_interrupted_removal_has_left_are_not_served(opened: Open) -> None:

@@ -67,7 +67,7 @@ def stored(store: ChunkCacheStore, capture: Capture) -> Variant:
 
 
 def only(store: ChunkCacheStore, chunk: str = "chunk", session: str | None = None) -> Variant:
-    (variant,) = store.lookup("ns", "model", [chunk], session=session)[chunk]
+    (variant,) = store.find("ns", "model", [chunk], session=session).variants[chunk]
     return variant
 
 
@@ -246,23 +246,23 @@ def test_namespaces_and_fingerprints_never_cross(store: ChunkCacheStore) -> None
     for capture in captures:
         stored(store, capture)
     for capture, (namespace, fingerprint) in zip(captures, tenants, strict=True):
-        (variant,) = store.lookup(namespace, fingerprint, ["chunk"])["chunk"]
+        (variant,) = store.find(namespace, fingerprint, ["chunk"]).variants["chunk"]
         assert variant.key == capture.key
         loaded = store.load(variant)
         assert isinstance(loaded, LoadedVariant)
         assert torch.equal(loaded.kv, capture.kv)
-    assert store.lookup("b", "another model", ["chunk"]) == {"chunk": []}
+    assert store.find("b", "another model", ["chunk"]).variants == {"chunk": []}
 
 
 def test_private_variants_are_seen_by_their_session_alone(store: ChunkCacheStore) -> None:
     shared = stored(store, make())
     mine = stored(store, make(prefix=("system", "my words"), session="me"))
-    assert store.lookup("ns", "model", ["chunk"], session="me")["chunk"] in (
+    assert store.find("ns", "model", ["chunk"], session="me").variants["chunk"] in (
         [shared, mine],
         [mine, shared],
     )
     for other in (None, "you", "", "ME"):
-        assert store.lookup("ns", "model", ["chunk"], session=other)["chunk"] == [shared]
+        assert store.find("ns", "model", ["chunk"], session=other).variants["chunk"] == [shared]
 
 
 def test_the_same_identity_put_again_replaces_in_one_step(store: ChunkCacheStore) -> None:
@@ -319,7 +319,9 @@ def test_put_returns_at_once_whatever_the_disk_does(tmp_path: Path) -> None:
             assert not any(future.done() for future in futures)
             assert not store.flush(timeout=0.05)
             assert store.stats().queued_bytes == 20 * LAYOUT.nbytes(10)
-            assert store.lookup("ns", "model", ["chunk 1"]) == {"chunk 1": []}  # reading goes on
+            assert store.find("ns", "model", ["chunk 1"]).variants == {
+                "chunk 1": []
+            }  # reading goes on
         assert all(isinstance(future.result(120), Variant) for future in futures)
         other.close()
 
@@ -376,7 +378,7 @@ def test_a_capture_with_impossible_scores_is_dropped(
     result = store.put(dataclasses.replace(make(), **change)).result()  # type: ignore[arg-type]
     assert isinstance(result, Unavailable)
     assert reason in result.reason
-    assert store.lookup("ns", "model", ["chunk"]) == {"chunk": []}
+    assert store.find("ns", "model", ["chunk"]).variants == {"chunk": []}
 
 
 @pytest.mark.parametrize(
@@ -560,7 +562,7 @@ def test_the_byte_budget_evicts_the_least_used(tmp_path: Path) -> None:
         store.used(variants[2].variant_id, 0.9, 10)
         assert store.flush(10)
         stored(store, make("newcomer"))
-        found = store.lookup("ns", "model", ["chunk 0", "chunk 1", "chunk 2", "newcomer"])
+        found = store.find("ns", "model", ["chunk 0", "chunk 1", "chunk 2", "newcomer"]).variants
         assert [len(variants) for variants in found.values()] == [1, 0, 1, 1]
         assert (
             store.stats().disk_bytes
@@ -588,7 +590,7 @@ def test_a_chunk_has_at_most_m_variants(tmp_path: Path) -> None:
         for n in range(5):
             stored(store, make(prefix=("system", f"before {n}")))
             stored(store, make("another", prefix=("system", f"before {n}"), namespace="elsewhere"))
-        kept = store.lookup("ns", "model", ["chunk"])["chunk"]
+        kept = store.find("ns", "model", ["chunk"]).variants["chunk"]
         assert {variant.key.origin_prefix[1] for variant in kept} == {"before 3", "before 4"}
         assert len(files(tmp_path)) == store.stats().variants == 4
         assert store.stats().chunks == 2
@@ -638,7 +640,7 @@ def test_budgets_hold_under_eight_threads(tmp_path: Path) -> None:
             for n in range(12):
                 capture = make(f"chunk {(seed * 5 + n) % 9}", ("system", f"{seed % 4}"))
                 store.put(capture)
-                variants = store.lookup("ns", "model", [f"chunk {n % 9}"])[f"chunk {n % 9}"]
+                variants = store.find("ns", "model", [f"chunk {n % 9}"]).variants[f"chunk {n % 9}"]
                 for variant, loaded in zip(variants, map(store.load, variants), strict=True):
                     expected = make(variant.key.chunk_id, variant.key.origin_prefix).kv
                     assert isinstance(loaded, Unavailable) or torch.equal(loaded.kv, expected)
@@ -716,7 +718,7 @@ def test_a_damaged_file_is_a_miss_with_a_reason_and_goes(
             assert isinstance(result, Unavailable)
             assert reason in result.reason or result.reason == "file is missing"
         assert store.flush(10)
-        assert store.lookup("ns", "model", ["chunk"]) == {"chunk": []}
+        assert store.find("ns", "model", ["chunk"]).variants == {"chunk": []}
         assert len(files(tmp_path)) == 1
         serves(store, make("whole"), "disk")
         stored(store, make())  # and the chunk can be captured anew
@@ -829,7 +831,7 @@ def test_a_row_of_another_model_is_refused_and_removed(tmp_path: Path) -> None:
         right = stored(store, make())
         bounds = RowBounds(LAYOUT, 100, {"chunk": (10, "tokens")})
         (served,) = store.find("ns", "model", ["chunk"], bounds=bounds).variants["chunk"]
-        assert (served, served.payload.layout) == (right, LAYOUT)
+        assert (served, served.payload_facts.layout) == (right, LAYOUT)
         for wrong in (
             RowBounds(LAYOUT, 100, {"chunk": (11, "tokens")}),
             RowBounds(dataclasses.replace(LAYOUT, layers=2), 100, {"chunk": (10, "tokens")}),
@@ -921,7 +923,7 @@ def test_a_catalog_damaged_while_open_means_misses_not_errors(
         for name in ("catalog.sqlite", "catalog.sqlite-wal", "catalog.sqlite-shm"):
             with (tmp_path / name).open("r+b") as file:
                 file.write(b"\xff" * (tmp_path / name).stat().st_size)
-        assert store.lookup("ns", "model", ["chunk"]) == {"chunk": []}
+        assert store.find("ns", "model", ["chunk"]).variants == {"chunk": []}
         scores = store.token_scores([variant.variant_id])[variant.variant_id]
         assert scores.inter is None
         assert isinstance(store.put(make("another")).result(10), Unavailable)
@@ -1005,7 +1007,7 @@ def test_a_closed_store_says_so(tmp_path: Path) -> None:
     store.close()
     store.close()
     for call in (
-        lambda: store.lookup("ns", "model", []),
+        lambda: store.find("ns", "model", []),
         lambda: store.load(variant),
         lambda: store.open_variants([]),
         store.rows,
@@ -1034,7 +1036,7 @@ def test_rows_are_paged_and_filtered(store: ChunkCacheStore) -> None:
 
 def test_stats_count_what_happened(store: ChunkCacheStore) -> None:
     variant = stored(store, make())
-    store.lookup("ns", "model", ["chunk", "unknown", "nowhere"])
+    store.find("ns", "model", ["chunk", "unknown", "nowhere"])
     store.load(variant)
     stats = store.stats()
     assert (stats.variants, stats.chunks, stats.disk_bytes, stats.host_bytes) == (
@@ -1060,7 +1062,7 @@ def test_private_variants_of_one_identity_lie_side_by_side(store: ChunkCacheStor
     assert stored(store, captures[1]).variant_id == stored(store, captures[1]).variant_id
     assert len(store.rows()) == 3
     for session in ("ada", "bob"):
-        found = store.lookup("ns", "model", ["chunk"], session=session)["chunk"]
+        found = store.find("ns", "model", ["chunk"], session=session).variants["chunk"]
         assert {variant.session for variant in found} == {None, session}
 
 
@@ -1079,7 +1081,7 @@ def test_a_private_row_of_before_sessions_had_their_own_is_still_read(
 
 def test_a_store_takes_ids_and_variants_from_generators(store: ChunkCacheStore) -> None:
     variant = stored(store, make())
-    assert store.lookup("ns", "model", (name for name in ["chunk"])) == {"chunk": [variant]}  # type: ignore[arg-type]
+    assert store.find("ns", "model", (name for name in ["chunk"])).variants == {"chunk": [variant]}  # type: ignore[arg-type]
     assert len(store.open_variants(one for one in [variant])) == 1  # type: ignore[arg-type]
 
 

@@ -150,7 +150,7 @@ def verify(store: ChunkCacheStore, *, all_there: bool = True) -> int:
     """Every row gives exactly its tensor (or, where allowed, a reason), and everything keeps to its bounds."""
     served = 0
     chunks = [f"chunk {n}" for n in range(CHUNKS)]
-    found = store.lookup("ns", "model", chunks)
+    found = store.find("ns", "model", chunks).variants
     for variants in found.values():
         assert len(variants) <= SETTINGS["variants_per_chunk"]
         for variant, loaded in zip(variants, map(store.load, variants), strict=True):

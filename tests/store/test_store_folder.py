@@ -86,12 +86,12 @@ def test_a_folder_that_vanishes_is_noticed_once(
     root = tmp_path / "caches"
     store = ChunkCacheStore.open(root)
     store.put(capture()).result()
-    (variant,) = store.lookup("ns", "model", ["chunk"])["chunk"]
+    (variant,) = store.find("ns", "model", ["chunk"]).variants["chunk"]
     take_away(root)
     left = sorted(root.rglob("*.safetensors"))
     with caplog.at_level(logging.WARNING, "cachecraft_rag"):
         for _ in range(3):
-            assert store.lookup("ns", "model", ["chunk"]) == {"chunk": []}
+            assert store.find("ns", "model", ["chunk"]).variants == {"chunk": []}
             store.used(variant.variant_id, 0.5, 3)
         dropped = store.put(capture("another")).result()
         assert isinstance(dropped, Unavailable)
@@ -111,7 +111,7 @@ def test_a_folder_that_vanishes_is_noticed_once(
     if take_away is replaced:
         with ChunkCacheStore.open(root) as other:
             assert other.check().findings == ()
-            assert len(other.lookup("ns", "model", ["other"])["other"]) == 1
+            assert len(other.find("ns", "model", ["other"]).variants["other"]) == 1
     else:
         assert not root.exists()
 
@@ -123,7 +123,7 @@ def test_closing_does_no_harm_to_a_store_that_is_open_in_its_place(tmp_path: Pat
     shutil.rmtree(root)
     with ChunkCacheStore.open(root) as other:
         other.put(capture("other")).result()
-        assert store.lookup("ns", "model", ["chunk"]) == {"chunk": []}
+        assert store.find("ns", "model", ["chunk"]).variants == {"chunk": []}
         store.close()
         assert (root / "catalog.sqlite-wal").exists()  # SQLite deletes it by name
         with ChunkCacheStore.open(root) as third:
@@ -158,7 +158,7 @@ def test_a_store_on_a_full_disk_answers_and_frees_space(
         for name in ("chunk", "another", "third"):
             assert isinstance(store.put(capture(name)).result(), Variant)
     with full_disk(), ChunkCacheStore.open(root, disk_bytes=10**6) as store:
-        (variant,) = store.lookup("ns", "model", ["chunk"])["chunk"]
+        (variant,) = store.find("ns", "model", ["chunk"]).variants["chunk"]
         assert isinstance(store.load(variant), LoadedVariant)
         assert isinstance(store.put(capture("new")).result(), Unavailable)
         assert (store.stats().variants, len(store.rows()), store.check().findings) == (3, 3, ())
@@ -166,7 +166,7 @@ def test_a_store_on_a_full_disk_answers_and_frees_space(
         assert len(list(root.rglob("*.safetensors"))) == 2
         # its row cannot leave yet
         assert [finding.kind for finding in store.check().findings] == ["missing file"]
-        (gone,) = store.lookup("ns", "model", ["another"])["another"]
+        (gone,) = store.find("ns", "model", ["another"]).variants["another"]
         assert isinstance(store.open_variant(gone), Unavailable)  # memory has let go of it
     with ChunkCacheStore.open(root) as store:
         store.check(repair=True)
@@ -218,7 +218,7 @@ def look(root: Path, rules: Sequence[EvictionRule] = ()) -> dict[str, Any]:
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("cachecraft_rag").addHandler(handler)
     with ChunkCacheStore.open(root, disk_bytes=10**6, rules=rules) as store:
-        (variant,) = store.lookup("ns", "model", ["chunk"])["chunk"]
+        (variant,) = store.find("ns", "model", ["chunk"]).variants["chunk"]
         loaded = store.load(variant)
         assert isinstance(loaded, LoadedVariant)
         store.used(variant.variant_id, 0.5, 3)

@@ -90,7 +90,9 @@ def step(store: ChunkCacheStore, loader: Loader, dice: random.Random) -> str:
         return kind
     chunks = [f"chunk {dice.randrange(CHUNKS)}" for _ in range(4)]
     variants = [
-        variant for found in store.lookup("ns", "model", chunks).values() for variant in found
+        variant
+        for found in store.find("ns", "model", chunks).variants.values()
+        for variant in found
     ]
     if kind == "use":
         for variant in variants:

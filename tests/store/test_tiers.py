@@ -27,12 +27,12 @@ from cachecraft_rag.store.codecs import CODECS, codec_named
 from cachecraft_rag.store.eviction import Use
 from cachecraft_rag.store.files.disk import DiskTier, Throttle
 from cachecraft_rag.store.files.writers import Writers
-from cachecraft_rag.store.layout import Encoded, Header, StoredVariant, encode, memory_of
+from cachecraft_rag.store.layout import Header, StoredVariant, encode, memory_of, size_of
 from cachecraft_rag.store.memory import MemoryTier
 from cachecraft_rag.types.digests import digest
 from cachecraft_rag.types.kv_layout import KVLayout
 from cachecraft_rag.types.store_reasons import Damaged, LoadFailure, Unavailable
-from cachecraft_rag.types.variants import LoadedVariant, Payload, Variant, VariantKey
+from cachecraft_rag.types.variants import LoadedVariant, PayloadFacts, Variant, VariantKey
 
 LAYOUT = KVLayout(layers=12, kv_heads=2, head_dim=4, dtype="float32")
 ENCODED = [name for name in CODECS if not codec_named(name).in_place]
@@ -103,7 +103,7 @@ def test_a_file_gives_back_its_tensor_bit_by_bit(
     assert bytes(memory_of(loaded.kv)) == bytes(memory_of(kv))
     assert path.parent.parent.parent == tier.root
     assert path.parent == tier.root / variant.variant_id[:2] / variant.variant_id[2:4]
-    assert path.stat().st_size == encode(variant, layout, kv).nbytes
+    assert path.stat().st_size == size_of(encode(variant, layout, kv))
 
 
 def test_the_safetensors_library_reads_the_file_and_finds_one_block(tmp_path: Path) -> None:
@@ -282,7 +282,7 @@ def test_an_encoded_file_gives_what_its_codec_gives(
     loaded = tier.read(variant)
     assert isinstance(loaded, LoadedVariant)
     assert torch.equal(loaded.kv, decoded(codec, kv))
-    assert path.stat().st_size == encode(variant, layout, kv).nbytes
+    assert path.stat().st_size == size_of(encode(variant, layout, kv))
 
 
 @pytest.mark.parametrize("codec", ENCODED)
@@ -348,10 +348,10 @@ def test_a_block_that_its_checksum_confirms_but_nobody_can_decode_is_damaged(
 ) -> None:
     tier, variant = DiskTier(tmp_path), replace(make(), codec="entropy")
     whole = encode(variant, LAYOUT, tensor(variant))
-    blocks = tuple(bytes(len(block)) for block in whole.blocks)
+    blocks = tuple(bytes(len(block)) for block in whole[1:])
     sums = tuple((xxhash.xxh3_64_intdigest(block),) for block in blocks)
-    header = replace(Header.decode(whole.header), extent_sums=sums)
-    tier.write(variant, Encoded(header.encode(), tuple(map(memoryview, blocks))), writer="ab")
+    header = replace(Header.decode(bytes(whole[0])), extent_sums=sums)
+    tier.write(variant, tuple(map(memoryview, (header.encode(), *blocks))), writer="ab")
     result = tier.read(variant)
     assert isinstance(result, Damaged)
     assert "layer 0 cannot be decoded" in result.reason
@@ -393,7 +393,7 @@ def test_a_file_of_another_layout_is_damaged_for_who_knows_the_model(
     variant = replace(variant, nbytes=layout.nbytes(variant.tokens))
     store(tier, variant, layout)
     assert isinstance(tier.read(variant), LoadedVariant)
-    result = tier.read(replace(variant, payload=Payload(LAYOUT)))
+    result = tier.read(replace(variant, payload_facts=PayloadFacts(LAYOUT)))
     assert isinstance(result, Damaged)
     assert "header" in result.reason
 
@@ -406,7 +406,7 @@ def test_impossible_values_are_damage_once_the_model_is_known(
     layout = replace(LAYOUT, dtype=dtype)  # type: ignore[arg-type]
     tier, variant = DiskTier(tmp_path), make(layout=layout, tokens=70)
     kv = tensor(variant, layout)
-    known = replace(variant, payload=Payload(layout))
+    known = replace(variant, payload_facts=PayloadFacts(layout))
     tier.write(variant, encode(variant, layout, kv), writer="ab")
     assert torch.equal(tier.read(known).kv, kv)  # type: ignore[union-attr]
     kv[5, 1, 69, 1, 3] = value
@@ -425,7 +425,9 @@ def test_a_small_file_that_would_grow_is_left_alone_where_no_model_says_how_far(
     result = tier.read(variant)
     assert "it would grow too large" in str(result)
     assert not isinstance(result, Damaged)
-    assert isinstance(tier.read(replace(variant, payload=Payload(layout))), LoadedVariant)
+    assert isinstance(
+        tier.read(replace(variant, payload_facts=PayloadFacts(layout))), LoadedVariant
+    )
 
 
 @pytest.mark.parametrize("variant_id", ["../../../etc/passwd", "x" * 32, "0" * 31, b"0" * 32])

@@ -92,20 +92,18 @@ def greedy(engine: Engine, question: str, chunks: list[Chunk], config: ReuseConf
         question, chunks, history=(), session=None, sampling=sampling, config=config, tools=()
     )
     progress = RequestProgress()
-    output = engine.loop.run(
+    logits, buffer = engine.loop.run(
         lambda run: engine._answering.prefill(run, request, progress, FutureCaptures())
     )
-    logits, position = output.logits, request.prompt.bounds[-1]
+    position = request.prompt.bounds[-1]
     tokens: list[int] = []
     logprobs: list[float] = []
     for _ in range(TOKENS):
         tokens.append(int(logits.argmax()))
         logprobs.append(float(torch.log_softmax(logits.float(), -1)[tokens[-1]]))
-        logits = engine.decoder.next_logits(
-            extend(engine.decoder, output.buffer, tokens[-1:], position)
-        )
+        logits = engine.decoder.next_logits(extend(engine.decoder, buffer, tokens[-1:], position))
         position += 1
-    segments = progress.plan.segments
+    segments = progress.plan
     return Expected(
         request.prompt,
         config,

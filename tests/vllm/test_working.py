@@ -211,10 +211,10 @@ def prefilled(engine: Engine, ask: Ask) -> tuple[Tensor, Any]:
         ask.prompt, replace(ask.config, capture=False), SamplingParams(max_new_tokens=1), None, 0.0
     )
     progress = RequestProgress()
-    output = engine.loop.run(
+    _, buffer = engine.loop.run(
         lambda run: engine._answering.prefill(run, request, progress, FutureCaptures())
     )
-    return output.buffer.kv[:, :, : ask.prompt.bounds[-1] - 1], progress
+    return buffer.kv[:, :, : ask.prompt.bounds[-1] - 1], progress
 
 
 @pytest.mark.parametrize("order", [[2, 1, 0], [0, 2, 1]])
@@ -259,7 +259,7 @@ def test_early_termination_drops_the_same_rows(
     report, layers = result.reports["r"], stack.decoder.layout.layers
     assert report["focus_layer"] == progress.focus_layer
     assert report["row_layers"] == progress.row_layers - layers
-    assert report["recomputed"] == [list(one.recompute) for one in progress.plan.segments]
+    assert report["recomputed"] == [list(one.recompute) for one in progress.plan]
     torch.testing.assert_close(filled(stack, fill), buffer, rtol=0, atol=1e-5)
     assert progress.focus_layer is not None or window > 1
 
@@ -285,7 +285,7 @@ def test_what_the_probe_finds_in_focus_is_reported_and_spares_the_same_rows(
     assert report["row_layers"] == progress.row_layers - layers
     torch.testing.assert_close(filled(stack, fill), buffer, rtol=0, atol=1e-5)
     told = [(one["in_focus"], one["spared"]) for one in report["segments"]]
-    assert told == [(one.in_focus, one.spared) for one in progress.plan.segments]
+    assert told == [(one.in_focus, one.spared) for one in progress.plan]
     assert told[4] == (False, 2)  # half of the letter and its separator, rounded up
     assert max(one["focus"] for one in report["segments"][1:-1]) == 1.0
 

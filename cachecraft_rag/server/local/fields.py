@@ -69,7 +69,7 @@ def _one_of(*values: object) -> Callable[[object], bool]:
 
 
 def _off(*values: object) -> Callable[[object], bool]:
-    """Return a check that accepts null, false and whatever is empty or 0, and these values."""
+    """Return a check that accepts these values, and null, false, 0 and anything empty."""
     return lambda value: not value or value in values
 
 
@@ -111,7 +111,7 @@ _REFUSED: Unsupported = {
 def check_fields(body: Body, of_endpoint: Collection[str]) -> None:
     """Raise ConfigError for a field that is unknown, or whose value asks for something that this server cannot do.
 
-    `of_endpoint` are fields of the endpoint besides those of all endpoints.
+    `of_endpoint` are fields that only this endpoint accepts.
     """
     check_names(body, (*_READ, *of_endpoint, *_WITHOUT_EFFECT, *_REFUSED), what="field")
     _check_values(body, of_endpoint)
@@ -157,7 +157,7 @@ def _request(body: Body, messages: Sequence[object]) -> ChatRequest:
 
 
 def response_as_chat(body: Body) -> dict[str, Any]:
-    """Return a body of `/v1/responses` as one of `/v1/chat/completions`. Raises ConfigError for an unusable one."""
+    """Return a body of `/v1/responses` as one of `/v1/chat/completions`; ConfigError if it cannot be served."""
     check_fields(body, _OF_RESPONSES)
     given = body.get("input")
     if not isinstance(given, str | list):
@@ -286,7 +286,7 @@ class ToolUse:
         return CallReader(form, self.called, forced=self.forced) if self.offered else None
 
     def schema(self, form: CallFormat) -> dict[str, object] | None:
-        """Return the JSON schema of an answer that must be a call; None if it need not."""
+        """Return the JSON schema of an answer that must be a call; None if it may be text."""
         if not self.forced:
             return None
         return form.schema(
@@ -322,7 +322,7 @@ def sampling_of(
     room: int,
     schema: Mapping[str, Any] | None = None,
 ) -> SamplingParams:
-    """Return how the answer is drawn: as the body says, or else as the server's settings do.
+    """Return the sampling parameters of a body; the server's settings fill in what it leaves out.
 
     Args:
         max_tokens: longest answer that was asked for; None: the server's setting, if the context has room for it.

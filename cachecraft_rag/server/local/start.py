@@ -33,7 +33,7 @@ _CLOSING_S = 5
 
 @dataclass
 class Address:
-    """Address of a server, and what a first request to it needs; see `ready.ServerArguments`."""
+    """Address of a server, with the model name and key that a first request needs; see `ready.ServerArguments`."""
 
     host: str | None
     port: int
@@ -64,14 +64,14 @@ def serve(
     Args:
         model: as in `Engine.from_pretrained`; also the name that clients use.
         store: folder of the store.
-        config: of the engine.
+        config: settings of the engine.
         endpoint: settings of requests; its folder and name are filled in here.
-        defaults: for what a request leaves open, such as its temperature.
+        defaults: sampling parameters that a request leaves out, such as its temperature.
         host: address to listen on.
         port: port to listen on; 0 takes a free one.
         api_keys: see `LocalServer`.
         embeddings: embedding model of `/v1/embeddings`, as in `Embedder`.
-        say: takes the text that says that the server is ready, with a first request.
+        say: called with a message once the server is ready; the message shows a first request.
     """
     endpoint = replace(endpoint, root=str(store), model=model)
     with _ended_by_signals(), _listening(host, port) as listening:
@@ -135,20 +135,20 @@ def _ended_by_signals() -> Iterator[None]:
         return
 
     def end(number: int, _frame: object) -> None:
-        raise _Asked(number)
+        raise _EndRequested(number)
 
     before = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
-    except _Asked as asked:
-        logger.info("Ended by %s", signal.Signals(asked.number).name)
+    except _EndRequested as request:
+        logger.info("Ended by %s", signal.Signals(request.number).name)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
-class _Asked(BaseException):
-    """The process was asked to end."""
+class _EndRequested(BaseException):
+    """A signal asked the process to end."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)

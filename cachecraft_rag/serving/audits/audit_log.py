@@ -118,10 +118,10 @@ def audits_in(
 def _identity(path: Path) -> tuple[int, int] | None:
     """Return what tells a file from another one of its name; None without a file."""
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError:
         return None
-    return found.st_dev, found.st_ino
+    return status.st_dev, status.st_ino
 
 
 def _readable(rows: Iterable[sqlite3.Row]) -> Iterable[Audit]:

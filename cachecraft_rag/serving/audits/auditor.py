@@ -17,10 +17,10 @@ from torch import Tensor
 from cachecraft_rag.compute.balance.speed import ComputeSpeed
 from cachecraft_rag.compute.decode import extend
 from cachecraft_rag.compute.driver import Call, Until, Work
-from cachecraft_rag.compute.job import PrefillResult
+from cachecraft_rag.compute.job import PrefillJob, PrefillResult
 from cachecraft_rag.compute.kv_buffer import KVBuffer
 from cachecraft_rag.compute.overlapped import OverlappedPrefill
-from cachecraft_rag.compute.resolve import Resolved, resolve
+from cachecraft_rag.compute.resolve import resolve
 from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.planning.candidates import Owner
 from cachecraft_rag.serving.answer_text import AnswerText
@@ -150,28 +150,27 @@ class Auditor(AuditWork[Predictions]):
         yield Call(lambda: None)  # puts the look-up off until the loop is idle
         request = waiting.request
         most_tokens = _most_tokens(waiting)
-        resolved, loads = yield self._loop.aside(self._plan, request, most_tokens)
+        job, loads = yield self._loop.aside(self._plan, request, most_tokens)
         try:
             # waits for turns would distort the engine's speed
             speed = ComputeSpeed(self._decoder.keys_per_row)
             result: PrefillResult = yield from OverlappedPrefill(
-                self._decoder, resolved.job, loads, speed
+                self._decoder, job, loads, speed
             ).steps()
         finally:
             self._loader.end(loads)
-            resolved.close()
         logits = self._decoder.next_logits(result.hidden)
         computed = result.row_layers // self._decoder.layout.layers
         return FullPrefill(
             request.owner, request.prompt, logits, result.buffer, most_tokens, computed
         )
 
-    def _plan(self, request: Request, answer_tokens: int) -> tuple[Resolved, PendingLoads]:
+    def _plan(self, request: Request, answer_tokens: int) -> tuple[PrefillJob, PendingLoads]:
         """Plan an exact prefill, and begin to load what is stored after the same prefix."""
         segments = [segment for segment in request.prompt.segments if segment.kind != "question"]
-        found = self._look_up(segments, session=request.session, namespace=request.namespace)
-        offered = exact_only(found)
-        resolved = resolve(
+        lookup = self._look_up(segments, session=request.session, namespace=request.namespace)
+        offered = exact_only(lookup)
+        job = resolve(
             Prompt(request.prompt.segments),
             offered,
             _EXACT_WITHOUT_CAPTURE,
@@ -179,7 +178,7 @@ class Auditor(AuditWork[Predictions]):
             ranks=self._decoder.ranks,
             answer_tokens=answer_tokens,
         )
-        return resolved, self._loader.begin(resolved.to_load)
+        return job, self._loader.begin(job.to_load)
 
     def _compare(self, waiting: Waiting, full: FullPrefill) -> Work[list[ComparedPlace]]:
         """Compute the answer's tokens after the prompt, and compare the predictions at each place."""

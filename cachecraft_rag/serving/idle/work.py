@@ -41,7 +41,7 @@ class Runner(Protocol[Piece, Result]):
     expected_errors: tuple[type[Exception], ...]
 
     def wake(self, work: IdleWork[Piece, Result]) -> None:
-        """Begin with what is next; called whenever more work waits, or a piece has ended. Returns at once."""
+        """Begin the next piece if none is under way; called after a piece was added or has ended. Returns at once."""
 
     def give_up(self, piece: Piece) -> None:
         """Ask for an early end of a piece under way, if the engine can; its result is not wanted any more."""
@@ -68,7 +68,7 @@ class IdleWork(ABC, Generic[Piece, Result]):
     Args:
         runner: computes the pieces.
         logger: takes failures.
-        failure: beginning of the message about one.
+        failure: first words of the log message about a failure.
     """
 
     def __init__(

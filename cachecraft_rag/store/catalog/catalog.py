@@ -58,7 +58,7 @@ from cachecraft_rag.store.row_checks import row_error, scores_are_wrong
 from cachecraft_rag.types.captures import TokenScores
 from cachecraft_rag.types.digests import passage_id
 from cachecraft_rag.types.store_reasons import EvictionReason
-from cachecraft_rag.types.variants import Payload, Variant
+from cachecraft_rag.types.variants import PayloadFacts, Variant
 
 logger = logging.getLogger("cachecraft_rag.store")
 
@@ -125,28 +125,28 @@ class Catalog:
         chunk_ids: Sequence[str],
         *,
         session: str | None = None,
-        payload: Payload = NOTHING,
+        payload_facts: PayloadFacts = NOTHING,
     ) -> tuple[dict[str, list[Variant]], list[DamagedRow]]:
-        """Return chunk id → variants, each with this `payload`; and the damaged rows of these chunks.
+        """Return chunk id → variants, each with this `payload_facts`; and the damaged rows of these chunks.
 
         Shared variants and those private to exactly that session, in no order. Every given chunk id is a key of the
         first part. Any field of a damaged row may be wrong.
         """
-        found: dict[str, list[Variant]] = {chunk_id: [] for chunk_id in chunk_ids}
+        variants: dict[str, list[Variant]] = {chunk_id: [] for chunk_id in chunk_ids}
         damaged: list[DamagedRow] = []
         asked = {
             "namespace": namespace,
             "fingerprint": fingerprint,
-            "chunk_ids": json.dumps(list(found)),
+            "chunk_ids": json.dumps(list(variants)),
             "session": session,
         }
         for row in self._fetched(_LOOKUP, asked):
-            variant = _read(namespace, fingerprint, CatalogRow(*row), payload)
+            variant = _read(namespace, fingerprint, CatalogRow(*row), payload_facts)
             if isinstance(variant, DamagedRow):
                 damaged.append(variant)
             else:
-                found[variant.key.chunk_id].append(variant)
-        return found, damaged
+                variants[variant.key.chunk_id].append(variant)
+        return variants, damaged
 
     def token_scores(self, variant_ids: Sequence[str]) -> dict[str, TokenScores]:
         """Return variant id → token scores; `inter` is None if they are not stored, or damaged, which is logged."""
@@ -230,12 +230,12 @@ class Catalog:
 
     def at_risk(self) -> dict[str, list[FileRef]]:
         """Return writer (`Writers.token`) → files that may exist without a row; `file_bytes` are those reserved."""
-        found: dict[str, list[FileRef]] = {}
+        files: dict[str, list[FileRef]] = {}
         with self._db.reading() as connection:
             query = "SELECT writer, variant_id, created, reserved_bytes FROM files_at_risk"
             for writer, *file in connection.execute(query):
-                found.setdefault(writer, []).append(FileRef(*file))
-        return found
+                files.setdefault(writer, []).append(FileRef(*file))
+        return files
 
     def chosen(self, chosen: RowFilter, *, down_to_bytes: int | None = None) -> list[FileRef]:
         """Return files of the chosen rows, lowest score first: all, or only the first ones with `down_to_bytes`.
@@ -446,12 +446,12 @@ class Catalog:
         query = f"SELECT {sums.FILE} FROM variants WHERE variant_id = ? AND created = ?"
         with self._db.writing(removes=why is EvictionReason.ADMINISTRATOR) as connection:
             self._order.forget(connection, forget)
-            found = [
+            rows = [
                 connection.execute(query, (file.variant_id, file.created)).fetchone()
                 for file in files
             ]
             return _remove(
-                connection, [FileRef(*row) for row in found if row is not None], writer, why
+                connection, [FileRef(*row) for row in rows if row is not None], writer, why
             )
 
     def compact(self) -> None:
@@ -461,11 +461,11 @@ class Catalog:
     def limits(self) -> dict[str, int]:
         """Return name (a field of `Limits`) → stored limit; unknown names and invalid values are left out."""
         with self._db.reading() as connection:
-            found = connection.execute("SELECT name, value FROM limits").fetchall()
+            stored = connection.execute("SELECT name, value FROM limits").fetchall()
         known = {limit.name for limit in fields(Limits)}
         return {
             name: value
-            for name, value in found
+            for name, value in stored
             if name in known and type(value) is int and value > 0
         }
 
@@ -509,10 +509,10 @@ class Catalog:
 def _scope_of(connection: sqlite3.Connection, variant: Variant) -> int:
     names = (variant.key.namespace, variant.key.fingerprint)
     query = "SELECT scope FROM scopes WHERE namespace = ? AND fingerprint = ?"
-    if (found := connection.execute(query, names).fetchone()) is None:
+    if (row := connection.execute(query, names).fetchone()) is None:
         connection.execute("INSERT INTO scopes (namespace, fingerprint) VALUES (?,?)", names)
-        found = connection.execute(query, names).fetchone()
-    scope: int = found[0]
+        row = connection.execute(query, names).fetchone()
+    scope: int = row[0]
     return scope
 
 
@@ -541,11 +541,11 @@ def _settle(connection: sqlite3.Connection, files: Iterable[FileRef]) -> None:
 
 
 def _read(
-    namespace: str, fingerprint: str, row: CatalogRow, payload: Payload = NOTHING
+    namespace: str, fingerprint: str, row: CatalogRow, payload_facts: PayloadFacts = NOTHING
 ) -> Variant | DamagedRow:
     """The variant of a row, or the damaged row."""
     try:
-        variant = variant_of_row(namespace, fingerprint, row, payload)
+        variant = variant_of_row(namespace, fingerprint, row, payload_facts)
         if not (flaw := row_error(variant)):
             return variant
         reason = f"its row in the catalog is damaged: {flaw}"

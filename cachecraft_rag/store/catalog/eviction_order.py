@@ -110,8 +110,8 @@ class EvictionOrder:
         self, connection: sqlite3.Connection, scope: int, chunk_id: str, variant_id: str
     ) -> list[ScoredRow]:
         """Return all rows of a chunk, and any other row with this variant id, lowest score first."""
-        found = connection.execute(_BESIDE, (scope, chunk_id, variant_id))
-        return [ScoredRow(*row) for row in found]
+        rows = connection.execute(_BESIDE, (scope, chunk_id, variant_id))
+        return [ScoredRow(*row) for row in rows]
 
     def score(
         self, connection: sqlite3.Connection, variant: Variant, file_bytes: int, used: Use
@@ -162,10 +162,10 @@ class EvictionOrder:
     ) -> Use | None:
         """Return, once, the uses of an evicted chunk that is stored again, for its `first` variant. The clock moves."""
         query = f"DELETE FROM departed WHERE scope = ? AND chunk_id = ? RETURNING {_FREQUENCY}, {_SAVED}, place"
-        found = connection.execute(query, (scope, chunk_id)).fetchall()
-        if not found or not first:
+        departed = connection.execute(query, (scope, chunk_id)).fetchall()
+        if not departed or not first:
             return None
-        *uses, place = found[0]
+        *uses, place = departed[0]
         last = connection.execute("SELECT max(place) FROM departed").fetchone()[0]
         if last is not None and place <= last - _most_remembered(connection):
             return None

@@ -95,9 +95,9 @@ def shaping_of(
         shaping.update(source.key.origin_prefix)
         if source.exact_share >= 1.0:
             continue
-        found = fetched(connection, query, (source.variant_id, source.created))
-        if found:
-            shaping.update(readable_ids(found[0][0]))
+        rows = fetched(connection, query, (source.variant_id, source.created))
+        if rows:
+            shaping.update(readable_ids(rows[0][0]))
         elif source.home == "remote":
             shaping.add(ANY)
         else:

@@ -14,10 +14,10 @@ from typing import NamedTuple
 import numpy as np
 import xxhash
 
-from cachecraft_rag.types.variants import Payload, Variant, VariantKey
+from cachecraft_rag.types.variants import PayloadFacts, Variant, VariantKey
 
 _ID_BYTES = 16  # types.digest gives 32 hex digits
-NOTHING = Payload()
+NOTHING = PayloadFacts()
 _NUMBERS = struct.Struct("<4q4d2q?")
 _HALF = 1 << 63  # SQLite's integers have a sign
 _WRONG = (
@@ -132,9 +132,9 @@ def sum_of_scores(inter: bytes | None) -> int:
 
 
 def variant_of_row(
-    namespace: str, fingerprint: str, row: CatalogRow, payload: Payload = NOTHING
+    namespace: str, fingerprint: str, row: CatalogRow, payload_facts: PayloadFacts = NOTHING
 ) -> Variant:
-    """Return the variant of a row, with `payload` for the look-up's facts about its bytes.
+    """Return the variant of a row, with `payload_facts` for the look-up's facts about its bytes.
 
     Raises only ValueError, for a wrong checksum or a column of a wrong type. Ranges are not checked, see `row_error`.
     """
@@ -146,7 +146,7 @@ def variant_of_row(
             inter=struct.unpack(f"<{len(row.inter) // 4}f", row.inter),
             reuse_frequency=row.reuse_frequency,
             primed=bool(row.primed),
-            payload=payload,
+            payload_facts=payload_facts,
             **{name: getattr(row, name) for name in _UNCHANGED + _MEASURES},
         )
     except _WRONG as error:

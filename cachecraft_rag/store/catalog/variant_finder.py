@@ -13,7 +13,7 @@ from cachecraft_rag.store.catalog_records import DamagedRow, FileRef
 from cachecraft_rag.store.remote import RemoteTier
 from cachecraft_rag.store.row_checks import LookupResult, RowBounds
 from cachecraft_rag.types.captures import TokenScores
-from cachecraft_rag.types.variants import Payload, Variant
+from cachecraft_rag.types.variants import PayloadFacts, Variant
 
 T = TypeVar("T")
 
@@ -126,11 +126,15 @@ class VariantFinder:
         bounds: RowBounds | None,
     ) -> None:
         """Fill in the variants of the catalog."""
-        payload = Payload(bounds.layout if bounds is not None else None)
+        payload_facts = PayloadFacts(bounds.layout if bounds is not None else None)
 
         def find(catalog: Catalog) -> tuple[dict[str, list[Variant]], list[DamagedRow]]:
             return catalog.find(
-                namespace, fingerprint, list(lookup.variants), session=session, payload=payload
+                namespace,
+                fingerprint,
+                list(lookup.variants),
+                session=session,
+                payload_facts=payload_facts,
             )
 
         nothing: tuple[dict[str, list[Variant]], list[DamagedRow]] = ({}, [])

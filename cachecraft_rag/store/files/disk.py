@@ -151,10 +151,9 @@ class DiskTier:
                 temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666
             )
             try:
-                _transfer(os.pwritev, descriptor, memoryview(encoded.header), at=0)
-                at = len(encoded.header)
-                for block in encoded.blocks:
-                    at += _transfer(os.pwritev, descriptor, block, at=at)
+                at = 0
+                for part in encoded:
+                    at += _transfer(os.pwritev, descriptor, part, at=at)
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)

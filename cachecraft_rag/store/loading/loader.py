@@ -60,10 +60,13 @@ class Loader:
     def end(self, loads: PendingLoads) -> None:
         """Stop reading and close all chunk-caches of the request. Reads that run end soon; this does not wait for them.
 
+        A second call does nothing.
+
         Chunk-caches of which a part failed to load are passed to `ChunkCacheStore.lost`, others of which a layer was
         read to `keep`. The rate is remembered if all were in one tier.
         """
-        loads.close()
+        if not loads.close():
+            return
         tiers = {extent.stored.tier for extent in loads.extents}
         if len(tiers) == 1 and loads.meter.came:  # of a mixture, it is not known whose the rate is
             tier = tiers.pop()

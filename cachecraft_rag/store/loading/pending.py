@@ -556,18 +556,22 @@ class PendingLoads:
                 extent.placed = layer == self.layers - 1
             yield extent
 
-    def close(self) -> None:
+    def close(self) -> bool:
         """Start no more reads, and close the sources of all chunk-caches, but not their tensors. Does not wait.
 
-        Current reads end soon. Extents that are incomplete stay so; they do not become `lost`.
+        Current reads end soon. Extents that are incomplete stay so; they do not become `lost`. Returns False if they
+        were closed before.
         """
         with self._lock:
+            if self._closed:
+                return False
             self._closed = True
             self._sink = None
             self._stretches = None
             self._changed.notify_all()
         for stored in self.chunks():
             stored.close()
+        return True
 
 
 def _stretches(extents: Iterable[Extent]) -> Iterator[tuple[StoredVariant, int, int, int]]:

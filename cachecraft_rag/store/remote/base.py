@@ -86,7 +86,7 @@ class Backend(Protocol):
     a payload; others count as absent. A shared folder that has vanished has no entries, and `probe` does not notice it.
     """
 
-    async def lookup(self, places: Sequence[str]) -> list[dict[str, bytes]]:
+    async def rows(self, places: Sequence[str]) -> list[dict[str, bytes]]:
         """Return name → row of the complete entries for each place, in their order, in as few round trips as possible.
 
         Of a place with more than `LONGEST_ROWS` bytes of rows, or more than 64 rows and more than

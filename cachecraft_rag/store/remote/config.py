@@ -96,7 +96,7 @@ def hidden(text: str, url: str) -> str:
 @refuses_other_names(what="setting of the remote's tuning")
 @dataclass(frozen=True, slots=True)
 class RemoteTuning:
-    """Settings of how an engine uses a remote, to change only after a measurement or for a distant network.
+    """Tuned settings of a remote. Change them after a measurement, or for a distant network.
 
     variants_per_chunk  most variants of one chunk; the oldest are removed first
     ask_below           the remote is asked for chunks with fewer variants than this in the local store; with 1, an
@@ -233,10 +233,9 @@ class RemoteConfig:
     def keys(self) -> tuple[bytes, ...]:
         """Return the accepted keys, of which the first one signs; `()` if the remote is not signed.
 
-        If both are given, `key` is the only key and `key_file` is not read. The environment counts only if neither is
-        given, and its key goes before its file in the same way. A file is read at each call, and each of its lines is a
-        key. Raises ConfigError for a key of fewer than 16 characters or with some that cannot be printed, and as
-        `keys_in`.
+        Precedence: `key`, `key_file`, CACHECRAFT_REMOTE_KEY, CACHECRAFT_REMOTE_KEY_FILE; only the first one that is
+        set is used. A file is read at each call, and each of its lines is a key. Raises ConfigError for a key of fewer
+        than 16 characters or with some that cannot be printed, and as `keys_in`.
         """
         key = self.key
         path = self.key_file

@@ -75,8 +75,8 @@ class ObjectBackend:
             why = f"{type(error).__name__}: {config.hide(str(error).partition(chr(10))[0])}"
         raise ValueError(why)
 
-    async def lookup(self, places: Sequence[str]) -> list[dict[str, bytes]]:
-        """See `Backend.lookup`: two round trips for all places at the same time, and the first entries of a place."""
+    async def rows(self, places: Sequence[str]) -> list[dict[str, bytes]]:
+        """See `Backend.rows`: two round trips for all places at the same time, and the first entries of a place."""
         await self._require_folder()
         return await asyncio.gather(*(self._rows(place) for place in places))
 

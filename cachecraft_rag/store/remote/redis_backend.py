@@ -70,8 +70,8 @@ class RedisBackend:
         )
         self._lookup = self._redis.register_script(_LOOKUP)
 
-    async def lookup(self, places: Sequence[str]) -> list[dict[str, bytes]]:
-        """See `Backend.lookup`: one round trip. Rows without a payload are removed on the server.
+    async def rows(self, places: Sequence[str]) -> list[dict[str, bytes]]:
+        """See `Backend.rows`: one round trip. Rows without a payload are removed on the server.
 
         A place with too many rows has an empty dictionary; rows beyond 4 MiB of a place are left out.
         """
@@ -91,7 +91,7 @@ class RedisBackend:
 
     async def names(self, place: str) -> list[str]:
         """See `Backend.names`; rows without a payload are removed, and a place with too many rows has none."""
-        (rows,) = await self.lookup([place])
+        (rows,) = await self.rows([place])
         return list(rows)
 
     async def read(self, name: str) -> AsyncIterator[bytes | memoryview]:

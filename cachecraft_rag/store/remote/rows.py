@@ -24,7 +24,7 @@ from cachecraft_rag.store.remote.base import LONGEST_ROWS
 from cachecraft_rag.store.row_checks import row_error, scores_are_wrong
 from cachecraft_rag.types.captures import TokenScores
 from cachecraft_rag.types.digests import digest
-from cachecraft_rag.types.variants import Payload, Variant, VariantKey
+from cachecraft_rag.types.variants import PayloadFacts, Variant, VariantKey
 from cachecraft_rag.types.versions import LAYOUT_VERSION
 
 ROOT = f"cachecraft/v{LAYOUT_VERSION}"  # versions of the layout do not share chunk-caches
@@ -60,10 +60,10 @@ class Row:
             **asdict(variant.key),
             **{name: getattr(variant, name) for name in _AS_THEY_ARE},
             "token_inter": _encoded(self.token_scores.inter),
-            "payload_bytes": variant.payload.nbytes,
+            "payload_bytes": variant.payload_facts.nbytes,
         }
-        if variant.payload.seal:
-            values["seal"] = base64.b64encode(variant.payload.seal).decode()
+        if variant.payload_facts.seal:
+            values["seal"] = base64.b64encode(variant.payload_facts.seal).decode()
         text = json.dumps(values, separators=(",", ":")).encode("ascii")
         return framed(created_hex(variant.created).encode("ascii"), text)
 
@@ -104,8 +104,9 @@ def place_of(key: VariantKey) -> str:
 def decode_row(raw: bytes, *, namespace: str, fingerprint: str, chunk_id: str) -> Row:
     """Return the row of a variant of this chunk from its bytes.
 
-    Its variant has `home` "remote", no session, a `payload` without a layout, and `reuse_frequency` 0: false uses could
-    keep a variant in the local store forever. Neither the signature (see `signing`) nor the codec is checked here.
+    Its variant has `home` "remote", no session, `payload_facts` without a layout, and `reuse_frequency` 0: false uses
+    could keep a variant in the local store forever. Neither the signature (see `signing`) nor the codec is checked
+    here.
 
     Raises ValueError, never ConfigError, if the row has more than 4 MiB, is damaged, has impossible values or another
     layout version, or belongs to another namespace, fingerprint or chunk.
@@ -135,11 +136,11 @@ def _variant_of(row: Mapping[str, Any]) -> Variant:
     """Return the variant of a row's fields, without unknown ones."""
     key = VariantKey(**{field.name: row[field.name] for field in fields(VariantKey)})
     given = {name: row[name] for name in _AS_THEY_ARE} | {"inter": tuple(array("f", row["inter"]))}
-    payload = Payload(
+    payload_facts = PayloadFacts(
         None, row["payload_bytes"], base64.b64decode(row.get("seal", ""), validate=True)
     )
     key = replace(key, origin_prefix=tuple(key.origin_prefix))
-    return Variant(key=key, session=None, home="remote", payload=payload, **given)
+    return Variant(key=key, session=None, home="remote", payload_facts=payload_facts, **given)
 
 
 def _encoded(scores: np.ndarray | None) -> str | None:
@@ -159,7 +160,7 @@ def _decoded(text: str | None) -> np.ndarray | None:
 def _require(row: Row) -> None:
     """Raise ValueError unless every field has the type and range that the planner needs."""
     variant = row.variant
-    payload_bytes = row.variant.payload.nbytes
+    payload_bytes = row.variant.payload_facts.nbytes
     if flaw := row_error(variant):
         raise ValueError(flaw)
     if variant.variant_id != variant.key.variant_id:

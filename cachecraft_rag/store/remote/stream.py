@@ -71,13 +71,9 @@ class RemoteStream(Closeable):
     def encoded(self) -> Encoded | None:
         """Return the whole payload; None until all of it was read. Also works after `close`.
 
-        Its `blocks` are the buffers that were filled, in order, so the caller must not write to them.
+        Its parts are the buffers that were filled, in order, so the caller must not write to them.
         """
-        return (
-            Encoded(bytes(self._parts[0]), tuple(self._parts[1:]))
-            if self._taken == self.nbytes
-            else None
-        )
+        return tuple(self._parts) if self._taken == self.nbytes else None
 
     def read_into(self, buffer: memoryview) -> None:
         """Fill the whole buffer (bytes, writable) with the next bytes, and wait for them.

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.store.closeable import Closeable
-from cachecraft_rag.store.layout import Encoded, longest_payload
+from cachecraft_rag.store.layout import Encoded, longest_payload, size_of
 from cachecraft_rag.store.processes import HomeProcess
 from cachecraft_rag.store.remote.base import Parcel, Usage
 from cachecraft_rag.store.remote.breaker import State
@@ -27,7 +27,7 @@ from cachecraft_rag.store.remote.stream import End, RemoteStream
 from cachecraft_rag.store.row_checks import LookupResult, RowBounds
 from cachecraft_rag.types.captures import TokenScores
 from cachecraft_rag.types.store_reasons import LoadFailure, Unavailable
-from cachecraft_rag.types.variants import Payload, Variant, VariantKey
+from cachecraft_rag.types.variants import PayloadFacts, Variant, VariantKey
 
 logger = logging.getLogger("cachecraft_rag.store")
 T = TypeVar("T")
@@ -176,7 +176,7 @@ class RemoteTier(Closeable):
         open the circuit breaker. Unavailable: NOT_OFFERED without a payload, CLOSED after `close`, CIRCUIT_OPEN while
         the remote is not asked.
         """
-        facts = variant.payload
+        facts = variant.payload_facts
         name = variant.variant_id
         if not facts.nbytes:
             return Unavailable(name, LoadFailure.NOT_OFFERED, "no look-up on the remote gave it")
@@ -204,21 +204,20 @@ class RemoteTier(Closeable):
     def put(self, variant: Variant, encoded: Encoded, token_scores: TokenScores) -> bool:
         """Send a shared variant in the background; return True if it is queued, False if it is dropped.
 
-        Private variants are never sent. The blocks of `encoded` must not change after this call. They are signed in the
+        Private variants are never sent. The bytes of `encoded` must not change after this call. They are signed in the
         caller's thread. For what follows see `Outbox.offer`; an unsigned entry of the same identity that `find` has
         refused is removed from the remote, too.
         """
         if variant.session is not None or self._closed:
             return False
-        payload = (memoryview(encoded.header), *encoded.blocks)
-        seal = self._signer.seal(payload) if self._signer is not None else b""
-        facts = Payload(nbytes=encoded.nbytes, seal=seal)
-        raw = Row(replace(variant, home="remote", payload=facts), token_scores).encode()
+        seal = self._signer.seal(encoded) if self._signer is not None else b""
+        facts = PayloadFacts(nbytes=size_of(encoded), seal=seal)
+        raw = Row(replace(variant, home="remote", payload_facts=facts), token_scores).encode()
         # an unsigned row of the variant is replaced: otherwise it would block signed ones forever
         with self._lock:
             foreign = self._foreign.pop(variant.variant_id, None)
         signed = raw if self._signer is None else self._signer.sign(raw)
-        return self._outbox.offer(Parcel(name_of(variant), signed, payload, foreign))
+        return self._outbox.offer(Parcel(name_of(variant), signed, encoded, foreign))
 
     def remove_shared(self, variants: Iterable[Variant]) -> None:
         """Remove the shared ones of these variants, see `remove`; private ones are on no remote."""
@@ -295,7 +294,7 @@ class RemoteTier(Closeable):
         elif places:
             try:
                 rows = self._connection.ask(
-                    self._connection.backend.lookup(places), self.config.lookup_limit_s
+                    self._connection.backend.rows(places), self.config.lookup_limit_s
                 )
                 self._connection.breaker.succeeded("lookup")
             except OSError as error:
@@ -313,16 +312,16 @@ class RemoteTier(Closeable):
             return
         if flaw := bounds.flaw(row.variant):
             raise ValueError(flaw)
-        if row.variant.payload.nbytes > longest_payload(row.variant, bounds.layout):
+        if row.variant.payload_facts.nbytes > longest_payload(row.variant, bounds.layout):
             raise ValueError("its payload is longer than any of that many tokens")
 
     def _is_signed(self, raw: bytes, row: Row) -> bool:
         """Return True if a row is trusted; without a key every row is."""
         if self._signer is None:
             return True
-        payload = row.variant.payload
-        slices = -(-payload.nbytes // SLICE_BYTES)
-        return self._signer.is_signed(raw) and len(payload.seal) == slices * DIGEST_BYTES
+        facts = row.variant.payload_facts
+        slices = -(-facts.nbytes // SLICE_BYTES)
+        return self._signer.is_signed(raw) and len(facts.seal) == slices * DIGEST_BYTES
 
     def _remember(
         self, table: OrderedDict[str, T], variant_id: str, value: T, *, most: int

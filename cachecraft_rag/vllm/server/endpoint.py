@@ -165,7 +165,7 @@ class ChatWithDocuments:
 
 
 def _check_server(engine_client: Any, args: Namespace, settings: ConnectorSettings) -> None:
-    """Raise ConfigError for options that `cachecraft serve` would have set or refused, of a server of `vllm serve`."""
+    """Raise ConfigError if `vllm serve` started the server with options that `cachecraft serve` sets or refuses."""
     if engine_client.vllm_config.kv_transfer_config.kv_load_failure_policy != "recompute":
         raise ConfigError('write "kv_load_failure_policy": "recompute" into --kv-transfer-config')
     if engine_client.logger_manager is None:
@@ -184,7 +184,7 @@ def _check_server(engine_client: Any, args: Namespace, settings: ConnectorSettin
 
 
 class OtherRoutes:
-    """Middleware for vLLM's other ways to a model, which keep no tenants apart: with tenants they are closed.
+    """Middleware that closes vLLM's other routes if the server has tenants, which these routes do not separate.
 
     Without tenants, a `cache_salt` in a body is digested as in the routes of this package.
     """
@@ -302,7 +302,7 @@ async def _documents_are_well_formed(raw_request: Request) -> None:
 
 
 async def create_chat_completion(request: DocumentChatRequest, raw_request: Request) -> Response:
-    """Serve a chat completion; a request with `documents` is served from chunk-caches, even if these are [].
+    """Serve a chat completion; one with the field `documents`, even an empty list, is served from chunk-caches.
 
     A request without `documents` is passed to vLLM. If this server reuses plain prompts, its messages are searched on
     the way. Returns JSON, or a stream of server-sent events if the request asks for one; None if the client has gone.
@@ -535,7 +535,7 @@ async def tokenizer(raw_request: Request) -> dict[str, object]:
 async def statistics(name: str, raw_request: Request) -> dict[str, object]:
     """Return statistics of a request that was recorded, see `Records.get`, and its audit as "audit".
 
-    Recorded are requests with `documents`, and others in whose prompt segments were found. "audit" has the values of
+    Requests with `documents` are recorded, and others in whose prompt a passage was found. "audit" has the values of
     `Audit`, or None for an answer that was not audited, or not yet. Of a response, the statistics are those of its
     first prompt.
 
@@ -570,7 +570,7 @@ async def prime(raw_request: Request) -> dict[str, object]:
 async def evict(raw_request: Request) -> dict[str, object]:
     """Evict chunks, see `administration.evict`; errors as in `prime`.
 
-    Captures that vLLM's processes have begun are not waited for; those of removed chunks are not stored.
+    Does not wait for captures that vLLM's processes have begun; those of removed chunks are not stored.
     """
     return await _changed(raw_request, administration.evict)
 
@@ -581,7 +581,7 @@ async def readmit(raw_request: Request) -> dict[str, object]:
 
 
 async def holds(raw_request: Request) -> dict[str, object]:
-    """Return what the store of this server holds of chunks, see `holding.holds`; errors as in `prime`, but no key."""
+    """Return what this server's store holds of chunks, see `holding.holds`. Needs no key; errors as in `prime`."""
     endpoint = _endpoint(raw_request)
     session = endpoint.session(raw_request)
     body = await _body(raw_request)

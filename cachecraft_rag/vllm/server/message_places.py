@@ -128,13 +128,13 @@ def locate_messages(
     if prompt is None:
         return Searched()
     places = _places(prompt.text, messages)
-    found = [index for index in wanted if index in places]
+    located = [index for index in wanted if index in places]
     missing = [str(index) for index in wanted if index not in places]
     last = len(messages) - 1
     return Searched(
-        tuple(prompt.tokens(places[index]) for index in found),
-        tuple(role_of(messages[index]) for index in found),
-        ends_with_question=last in found and messages[last].get("role") == "user",
+        tuple(prompt.tokens(places[index]) for index in located),
+        tuple(role_of(messages[index]) for index in located),
+        ends_with_question=last in located and messages[last].get("role") == "user",
         remark=(
             f"not searched: messages {', '.join(missing)} (from 0), because the chat template changes their text or "
             "leaves them out"

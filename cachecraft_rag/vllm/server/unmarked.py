@@ -328,9 +328,7 @@ class PlainPrompts:
         plan = make_plan(prompt, lookup.variants, origin.config, refused=lookup.refused)
         stored = {
             start: planned.variant is not None
-            for start, segment, planned in zip(
-                prompt.bounds, prompt.segments, plan.segments, strict=False
-            )
+            for start, segment, planned in zip(prompt.bounds, prompt.segments, plan, strict=False)
             if segment.found
         }
         self._count(searched, stored, len(head))
@@ -349,13 +347,11 @@ class PlainPrompts:
         return _LaidOut(
             prompt,
             notes,
-            reused=sum(
-                planned.variant.tokens for planned in plan.segments if planned.variant is not None
-            ),
-            moved=any(planned.to_fix for planned in plan.segments),
+            reused=sum(planned.variant.tokens for planned in plan if planned.variant is not None),
+            moved=any(planned.to_fix for planned in plan),
             stored=frozenset(
                 segment.segment_id
-                for segment, planned in zip(prompt.segments, plan.segments, strict=True)
+                for segment, planned in zip(prompt.segments, plan, strict=True)
                 if planned.variant is not None
             ),
         )

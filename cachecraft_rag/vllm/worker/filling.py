@@ -55,7 +55,7 @@ class Filling:
         self._loader = loader
         self._began = time.perf_counter()
         config = fill.ask.config.with_method(loading="whole") if whole else fill.ask.config
-        self._resolved = resolve(
+        self._job = resolve(
             fill.ask.prompt,
             fill.found,
             config,
@@ -64,21 +64,20 @@ class Filling:
             answer_tokens=0,
             scores=fill.scores,
         )
-        self.plan: Plan = self._resolved.plan
+        self.plan: Plan = self._job.plan
         self.result: PrefillResult | None = None
-        job = self._resolved.job
-        captures = job.captures if fill.ask.captures is None else fill.ask.captures
-        job = replace(
-            job,
-            rows=job.rows.finish(range(fill.stop, fill.ask.prompt.bounds[-1])),
+        captures = self._job.captures if fill.ask.captures is None else fill.ask.captures
+        own_part = replace(
+            self._job,
+            rows=self._job.rows.finish(range(fill.stop, fill.ask.prompt.bounds[-1])),
             captures=() if fill.again else captures,
         )
-        self._loads = loader.begin(self._resolved.to_load, self._resolved.unused)
+        self._loads = loader.begin(self._job.to_load, self._job.not_needed)
         self._planned = self._idle_since = time.perf_counter()
         self._load_s = 0.0
         try:
             self._steps = OverlappedPrefill(
-                stack, job, self._loads, speed, runs_ahead=True, longest_call_s=longest_call_s
+                stack, own_part, self._loads, speed, runs_ahead=True, longest_call_s=longest_call_s
             ).steps()
             self._step: Step = next(self._steps)
         except BaseException:  # whatever it is, readers stop
@@ -136,7 +135,7 @@ class Filling:
         """
         assert self.result is not None, "it is not done"
         self._loader.end(self._loads)
-        self.plan = executed_plan(self._resolved, self._loads, self.result)
+        self.plan = executed_plan(self._job, self._loads, self.result)
         return self.result
 
     def give_up(self) -> None:
@@ -146,7 +145,7 @@ class Filling:
 
     def _close_loads(self) -> None:
         self._loader.end(self._loads)
-        self._resolved.close()
+        self._job.close()
 
     def report(self) -> FillReport:
         """Return the report of the request for its statistics; call it after `end`.
@@ -155,9 +154,7 @@ class Filling:
         and "recomputed" is missing unless the request asks for details.
         """
         assert self.result is not None, "it is not done"
-        segments = [
-            segment.as_dict() for segment in segment_reports(self.plan, self._resolved.tiers)
-        ]
+        segments = [segment.as_dict() for segment in segment_reports(self.plan, self._job.tiers)]
         report: FillReport = {
             "segments": segments,
             "row_layers": self.result.row_layers,
@@ -175,5 +172,5 @@ class Filling:
             fixed = {} if candidate is None else candidate.fixed
             report["fixed"] = [[segment, tokens] for segment, tokens in fixed.items()]
         if ask.details:
-            report["recomputed"] = [segment.recompute.tolist() for segment in self.plan.segments]
+            report["recomputed"] = [segment.recompute.tolist() for segment in self.plan]
         return report

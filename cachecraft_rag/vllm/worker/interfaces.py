@@ -124,7 +124,7 @@ class DecoderLayers(Protocol):
 
 
 class LoRAMapping(Protocol):
-    """`vllm.lora.layers.LoRAMapping`, the adapter of each row of a step; 0 is none."""
+    """`vllm.lora.layers.LoRAMapping`, the adapter of each row of a step; 0: no adapter."""
 
     index_mapping: Sequence[int]
 

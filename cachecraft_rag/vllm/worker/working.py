@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("cachecraft_rag.vllm")
 
 # Time per step after which filling stops. At least one layer of a group of passes is computed, or all layers in one
-# call. That is expected to take at most `LONGEST_CALL_S`, unless vLLM has nothing to compute: as many rows of its own
+# call. That is expected to take at most `LONGEST_CALL_S`, unless vLLM has nothing to compute: as many rows of vLLM's
 # prefill take as long in one step. A step costs vLLM some milliseconds, and a request that arrives waits for its end.
 _SLICE_S = 0.05  # while vLLM's own requests wait for the step
 _LONG_SLICE_S = 0.25  # while vLLM has nothing to compute
@@ -510,7 +510,7 @@ class Workers:
         self._stack.write_blocks(result.buffer.kv, sent(slots, self._stack.device), fill.start)
         captured = self._capture(filling, result)
         if self.first_rank and not fill.again and not fill.ask.idle:
-            for planned in filling.plan.segments:
+            for planned in filling.plan:
                 if planned.variant is not None:
                     self._store.used(
                         planned.variant.variant_id,
@@ -561,7 +561,7 @@ class Workers:
             ask.session,
             primed=ask.primed,
             extra_variants=extra_variants,
-            reused=[planned.variant for planned in filling.plan.segments],
+            reused=[planned.variant for planned in filling.plan],
             namespace=ask.namespace,
             fingerprint=None if adapter is None else adapter.fingerprint,
         )

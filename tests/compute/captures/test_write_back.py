@@ -94,7 +94,7 @@ def context(segments: tuple[Segment, ...] = SEGMENTS, session: str | None = None
 def stored(
     store: ChunkCacheStore, decoder: Decoder, session: str | None = None
 ) -> dict[str, list[Any]]:
-    return store.lookup("default", decoder.fingerprint, NAMES, session=session)
+    return store.find("default", decoder.fingerprint, NAMES, session=session).variants
 
 
 def test_captures_arrive_with_their_identity_numbers_and_tensors(

@@ -28,7 +28,7 @@ BOUNDS = [0, 12, 52, 92, 110]  # system, two chunks, question
 IDS = torch.randint(0, 256, (BOUNDS[-1],), generator=torch.Generator().manual_seed(4)).tolist()
 QUESTION = range(BOUNDS[-2], BOUNDS[-1])
 REUSED = SegmentPlan("reused")
-PLAN = Plan((SegmentPlan("exact"), REUSED, REUSED, SegmentPlan("computed")))
+PLAN = (SegmentPlan("exact"), REUSED, REUSED, SegmentPlan("computed"))
 
 
 @pytest.fixture
@@ -50,10 +50,10 @@ class Chooser:
         focus: Mapping[int, float],
     ) -> Plan:
         self.seen, self.rows, self.focus = seen, rows, focus
-        plans = list(PLAN.segments)
+        plans = list(PLAN)
         for index, scores in seen.items():
             plans[index] = SegmentPlan("reused", recompute=np.sort(np.argsort(-scores)[:3]))
-        return Plan(tuple(plans))
+        return tuple(plans)
 
 
 def stored(decoder: Decoder) -> list[ResidentKV]:

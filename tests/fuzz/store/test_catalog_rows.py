@@ -227,7 +227,7 @@ def change_file(folder: Folder, dice: random.Random, row_sum: str) -> tuple[str,
         )
         kv = torch.randn(layout.shape(tokens)).to(getattr(torch, layout.dtype))
         encoded = encode(variant, layout, kv)
-        path.write_bytes(encoded.header + b"".join(encoded.blocks))
+        path.write_bytes(b"".join(encoded))
         folder.put(database, was, row | {"file_bytes": encoded.nbytes}, row_sum)
     return f"file: {kind}, {codec}", False
 

@@ -239,7 +239,7 @@ def other_tokens_in_harmony(remote: Remote, dice: random.Random) -> str:
         variant, layout, torch.randn(layout.shape(tokens)).to(getattr(torch, layout.dtype))
     )
     remote.change_row(row, lambda found: found.update(numbers))
-    remote.change_payload(row, payload, encoded.header + b"".join(encoded.blocks))
+    remote.change_payload(row, payload, b"".join(encoded))
     return f"{kind}: {tokens} tokens, {layout}, {codec}"
 
 
@@ -406,7 +406,7 @@ def other_values(remote: Remote, dice: random.Random) -> str:
     spot = dice.randrange(kv.numel())
     kv.view(-1)[spot] = {"nan": float("nan"), "inf": float("-inf"), "huge": 3e38}.get(kind, 0.0)
     encoded = encode(variant_in(row, fields | {"codec": "raw"}), layout, kv)
-    remote.change_payload(row, payload, encoded.header + b"".join(encoded.blocks))
+    remote.change_payload(row, payload, b"".join(encoded))
     return f"values: {kind}"
 
 

@@ -24,7 +24,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cachecraft_rag.errors import ConfigError
-from cachecraft_rag.store.layout import Encoded, StoredVariant, encode
+from cachecraft_rag.store.layout import Encoded, StoredVariant, encode, size_of
 from cachecraft_rag.store.remote import RemoteConfig, RemoteStream, RemoteTier, RemoteTuning
 from cachecraft_rag.store.remote.base import PIECE_BYTES
 from cachecraft_rag.store.remote.breaker import LONGEST_PAUSE, Breaker
@@ -32,7 +32,7 @@ from cachecraft_rag.store.remote.rows import Row, decode_row, place_of
 from cachecraft_rag.types.captures import TokenScores
 from cachecraft_rag.types.kv_layout import KVLayout
 from cachecraft_rag.types.store_reasons import Unavailable
-from cachecraft_rag.types.variants import Payload, Variant, VariantKey
+from cachecraft_rag.types.variants import PayloadFacts, Variant, VariantKey
 
 LAYOUT = KVLayout(layers=3, kv_heads=2, head_dim=8, dtype="bfloat16")
 LARGE = KVLayout(layers=6, kv_heads=4, head_dim=64, dtype="bfloat16")  # 2.4 MB with 400 tokens
@@ -226,9 +226,9 @@ def test_another_engine_serves_a_sent_chunk_cache_byte_for_byte(
     (there,) = found(reader)
     assert there == dataclasses.replace(variant, home="remote")
     encoded = encoded_of(variant, LARGE)
-    assert encoded.nbytes > 2 * PIECE_BYTES
+    assert size_of(encoded) > 2 * PIECE_BYTES
     for step in (1 << 30, PIECE_BYTES, 700_001):
-        assert payload(reader.open(there), step) == encoded.header + b"".join(encoded.blocks)
+        assert payload(reader.open(there), step) == b"".join(encoded)
     assert torch.equal(tensor_from(reader.open(there), variant), tensor_of(variant, LARGE))
     scores = reader.token_scores([there.variant_id, "unknown"])
     assert same(scores[there.variant_id], scores_of(variant))
@@ -237,7 +237,7 @@ def test_another_engine_serves_a_sent_chunk_cache_byte_for_byte(
     stats = reader.stats()
     assert (stats.variants, stats.reads, stats.lookups) == (1, {"whole": 4}, {"answered": 2})
     assert stats.nbytes is not None
-    assert stats.nbytes == encoded.nbytes
+    assert stats.nbytes == size_of(encoded)
 
 
 def test_namespaces_and_fingerprints_never_cross(url: str, make_tier: MakeTier) -> None:
@@ -341,7 +341,7 @@ def test_removing_takes_payload_and_row(url: str, make_tier: MakeTier) -> None:
 
 # -- budgets ----------------------------------------------------------------------------------------------------------
 
-NBYTES = encoded_of(variant_of()).nbytes
+NBYTES = size_of(encoded_of(variant_of()))
 
 
 def contents(url: str) -> int:
@@ -511,7 +511,9 @@ def test_damaged_rows_are_misses_and_give_way_to_sound_ones(url: str, make_tier:
     )
 
 
-SENT = dataclasses.replace(variant_of(prefix=("system", "b")), payload=Payload(nbytes=5000))
+SENT = dataclasses.replace(
+    variant_of(prefix=("system", "b")), payload_facts=PayloadFacts(nbytes=5000)
+)
 ROW = Row(SENT, scores_of(variant_of())).encode()
 
 
@@ -579,7 +581,7 @@ def test_no_wrong_tensor_comes_of_a_changed_payload(data: st.DataObject) -> None
     variant = variant_of()
     with RemoteTier(RemoteConfig("memory://")) as tier:
         sound = encoded_of(variant)
-        whole = sound.header + b"".join(sound.blocks)
+        whole = b"".join(sound)
         at, length = (
             data.draw(st.integers(0, len(whole) - 1)),
             data.draw(st.integers(0, len(whole))),
@@ -587,7 +589,7 @@ def test_no_wrong_tensor_comes_of_a_changed_payload(data: st.DataObject) -> None
         wrong = data.draw(
             st.sampled_from([flipped(whole, at), whole[:length], whole + b"x", whole[::-1]])
         )
-        assert tier.put(variant, Encoded(wrong, ()), TokenScores())
+        assert tier.put(variant, (memoryview(wrong),), TokenScores())
         assert tier.flush(60)
         if wrong == whole or not found(tier):
             return
@@ -718,7 +720,7 @@ def test_a_transfer_that_stalls_gives_what_came_and_ends_in_time(
     (there,) = found(tier)
     proxy.stall_after = 3 * PIECE_BYTES // 2
     encoded = encoded_of(variant, LARGE)
-    whole = encoded.header + b"".join(encoded.blocks)
+    whole = b"".join(encoded)
     for _ in range(3):
         first, second = bytearray(PIECE_BYTES // 2), bytearray(2 * PIECE_BYTES)
         stream = tier.open(there)

@@ -281,7 +281,7 @@ def test_no_fault_of_the_remote_is_waited_for_beyond_its_time_outs(
     engine = make_engine(
         f"redis://127.0.0.1:{proxy.port}/0", tuning=QUICK, loading=loading, host_bytes=0
     )
-    assert engine.store.lookup("default", "nothing", ["warm"]) == {"warm": []}
+    assert engine.store.find("default", "nothing", ["warm"]).variants == {"warm": []}
     find = engine.store.find
 
     def find_then_break(*args: Any, **how: Any) -> Any:
@@ -299,13 +299,15 @@ def test_no_fault_of_the_remote_is_waited_for_beyond_its_time_outs(
     assert engine.store.stats().remote.reads.get("whole", 0) < 3
     engine.store.evict(down_to_bytes=0)
     for _ in range(3):  # the breaker counts look-ups on their own
-        engine.store.lookup("default", engine.decoder.fingerprint, ["x"])
+        engine.store.find("default", engine.decoder.fingerprint, ["x"])
     # Cake computes what stalls, and nothing has failed
     if loading == "layerwise" or fault not in ("stall", "cut"):
         assert engine.store.stats().remote.breaker == "open"
         before = engine.store.stats().remote.lookups.get("left alone", 0)
         for _ in range(100):
-            assert engine.store.lookup("default", engine.decoder.fingerprint, ["x"]) == {"x": []}
+            assert engine.store.find("default", engine.decoder.fingerprint, ["x"]).variants == {
+                "x": []
+            }
         # none of them waited
         assert engine.store.stats().remote.lookups["left alone"] == before + 100
     again = ask(engine)
@@ -399,10 +401,10 @@ def test_every_codec_travels(codec: str, tmp_path: Path) -> None:
     url, one = RemoteConfig(f"file://{tmp_path}/shared", tuning=PATIENT), capture()
     with ChunkCacheStore.open(tmp_path / "a", remote=url, codec=codec, host_bytes=0) as first:
         put(first, one)
-        own = first.load(first.lookup("ns", "model", ["chunk"])["chunk"][0])
+        own = first.load(first.find("ns", "model", ["chunk"]).variants["chunk"][0])
     with ChunkCacheStore.open(tmp_path / "b", remote=url, host_bytes=0) as second:
         for tier in ("remote", "disk"):
-            (variant,) = second.lookup("ns", "model", ["chunk"])["chunk"]
+            (variant,) = second.find("ns", "model", ["chunk"]).variants["chunk"]
             assert variant.codec == codec
             loaded = second.load(variant)
             assert isinstance(loaded, LoadedVariant)
@@ -420,7 +422,7 @@ def test_the_local_copy_of_what_memory_has_no_room_for_is_sound(tmp_path: Path) 
         put(first, capture())
     remote = RemoteConfig(url, tuning=PATIENT)
     with ChunkCacheStore.open(tmp_path / "b", remote=remote, host_bytes=0) as second:
-        (stored,) = second.open_variants(second.lookup("ns", "model", ["chunk"])["chunk"])
+        (stored,) = second.open_variants(second.find("ns", "model", ["chunk"]).variants["chunk"])
         assert isinstance(stored, StoredVariant)
         placed = torch.empty(layers, 2, 100, LAYOUT.kv_heads, LAYOUT.head_dim, dtype=torch.bfloat16)
         loads = PendingLoads(
@@ -433,7 +435,7 @@ def test_the_local_copy_of_what_memory_has_no_room_for_is_sound(tmp_path: Path) 
         assert torch.equal(placed, capture().kv)
         assert second.flush(5)
         assert second.check().findings == ()
-        loaded = second.load(second.lookup("ns", "model", ["chunk"])["chunk"][0])
+        loaded = second.load(second.find("ns", "model", ["chunk"]).variants["chunk"][0])
         assert isinstance(loaded, LoadedVariant)
         assert loaded.tier == "disk"
         assert torch.equal(loaded.kv, capture().kv)
@@ -464,8 +466,8 @@ def test_the_local_copy_goes_first_and_enough_is_enough(tmp_path: Path) -> None:
     ):
         for store in (second, curious):
             put(store, capture())
-        assert [v.home for v in second.lookup("ns", "model", ["chunk"])["chunk"]] == ["disk"]
-        assert [v.home for v in curious.lookup("ns", "model", ["chunk"])["chunk"]] == [
+        assert [v.home for v in second.find("ns", "model", ["chunk"]).variants["chunk"]] == ["disk"]
+        assert [v.home for v in curious.find("ns", "model", ["chunk"]).variants["chunk"]] == [
             "disk",
             "remote",
         ]
@@ -477,7 +479,7 @@ def test_a_capture_too_large_for_the_disk_is_still_sent(tmp_path: Path) -> None:
     with ChunkCacheStore.open(tmp_path / "a", remote=url, disk_bytes=100, codec="int8") as small:
         assert isinstance(small.put(capture()).result(), Unavailable)
     with ChunkCacheStore.open(tmp_path / "b", remote=url, disk_bytes=100) as other:
-        (variant,) = other.lookup("ns", "model", ["chunk"])["chunk"]
+        (variant,) = other.find("ns", "model", ["chunk"]).variants["chunk"]
         loaded = other.load(variant)
         assert isinstance(loaded, LoadedVariant)
         assert other.flush(5)
@@ -493,7 +495,7 @@ def test_many_threads_fetch_the_same_variant_once_to_disk(tmp_path: Path) -> Non
     with open_store(tmp_path / "a", url) as first:
         put(first, one)
     with ChunkCacheStore.open(tmp_path / "b", remote=url, host_bytes=0) as second:
-        (variant,) = second.lookup("ns", "model", ["chunk"])["chunk"]
+        (variant,) = second.find("ns", "model", ["chunk"]).variants["chunk"]
         results: list[Any] = []
         threads = [
             threading.Thread(target=lambda: results.append(second.load(variant))) for _ in range(8)
@@ -514,7 +516,7 @@ def test_settings_reach_the_store_and_wrong_ones_are_named(tmp_path: Path) -> No
     with ChunkCacheStore.open(tmp_path, config, host_bytes=7) as store:
         assert (store.config.disk_bytes, store.config.host_bytes) == (5000, 7)
         assert isinstance(store.config.remote, RemoteConfig)
-        assert store.lookup("ns", "model", ["chunk"]) == {"chunk": []}
+        assert store.find("ns", "model", ["chunk"]).variants == {"chunk": []}
         stats = store.stats()
         assert stats.remote is not None
         assert (stats.remote.variants, stats.remote.url) == (None, "redis://***@127.0.0.1:1/0")

@@ -28,7 +28,13 @@ from cachecraft_rag.serving.generation import Generation
 from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store import ChunkCacheStore, StoreConfig
 from cachecraft_rag.store.codecs import CODECS
-from cachecraft_rag.store.layout import Header, encode, longest_header, longest_payload
+from cachecraft_rag.store.layout import (
+    Header,
+    encode,
+    longest_header,
+    longest_payload,
+    size_of,
+)
 from cachecraft_rag.store.remote import RemoteConfig, RemoteTier, RemoteTuning
 from cachecraft_rag.store.remote.config import hidden, shown_url
 from cachecraft_rag.store.remote.rows import decode_row, framed, unframed
@@ -102,8 +108,8 @@ class Shared:
             fields |= numbers
             kv = torch.randn(layout.shape(fields["tokens"])).to(getattr(torch, layout.dtype))
             encoded = encode(variant_of(fields), layout, kv)
-            fields |= {"payload_bytes": encoded.nbytes, "nbytes": layout.nbytes(fields["tokens"])}
-            payload.write_bytes(encoded.header + b"".join(encoded.blocks))
+            fields |= {"payload_bytes": size_of(encoded), "nbytes": layout.nbytes(fields["tokens"])}
+            payload.write_bytes(b"".join(encoded))
             path.write_bytes(
                 framed(created, json.dumps(fields, separators=(",", ":")).encode(), signature)
             )
@@ -353,8 +359,8 @@ def test_bounds_hold_for_what_is_written(shared: Shared) -> None:
             variant = Variant(key, key.variant_id, *numbers)
             for kv in (torch.randn(layout.shape(tokens)), torch.rand(layout.shape(tokens)) * 1e6):
                 encoded = encode(variant, layout, kv)
-                assert len(encoded.header) <= longest_header(variant, layout)
-                assert encoded.nbytes <= longest_payload(variant, layout)
+                assert encoded[0].nbytes <= longest_header(variant, layout)
+                assert size_of(encoded) <= longest_payload(variant, layout)
 
 
 def test_a_remote_opens_from_the_variant_alone(shared: Shared) -> None:

@@ -1,6 +1,6 @@
 """LoRA adapters of vLLM's layers: our passes use those of their own requests.
 
-Before vLLM calls the connector, it has set the adapter of each row of its own step. Our rows belong to other requests.
+Before vLLM calls the connector, it has set the adapter of each row of vLLM's step. Our rows belong to other requests.
 A pass uses an adapter that vLLM has loaded already: loading another one might take the place of one that the running
 step needs.
 """
@@ -83,7 +83,7 @@ class Adapters:
 
 
 def _mapping(number: int, rows: int) -> LoRAMapping:
-    """Return vLLM's mapping that gives so many rows the same adapter; 0 is none. Imports vLLM's layers."""
+    """Return vLLM's mapping that gives so many rows the same adapter; 0: no adapter. Imports vLLM's layers."""
     from vllm.lora.layers import LoRAMapping as VLLMMapping
 
     mapping: LoRAMapping = VLLMMapping((number,) * rows, (number,), is_prefill=True)
