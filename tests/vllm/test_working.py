@@ -318,6 +318,40 @@ def test_both_ends_meet_wherever_the_disk_is_fast_or_slow(
         made.close()
 
 
+class TwoRanks(OneRank):
+    """The first of two ranks; the other one does the same at the same time."""
+
+    size = 2
+
+
+@pytest.mark.parametrize("ranks", [OneRank(), TwoRanks()])
+def test_a_step_ends_after_a_slow_layer_with_one_rank_and_with_several(
+    ranks: OneRank,
+    engine: Engine,
+    scheduling: Scheduling,
+    stack: BlockStack,
+    settings: ConnectorSettings,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stack.ranks = ranks
+    run_layer = BlockStack.layer
+
+    def slow_layer(*given: Any, **how: Any) -> Tensor:
+        time.sleep(0.06)  # longer than a step may take
+        return run_layer(*given, **how)
+
+    monkeypatch.setattr(BlockStack, "layer", slow_layer)
+    made = Workers(stack, engine.store, settings, block_size=BLOCK)  # type: ignore[arg-type]
+    fill = fill_of(scheduling, ask_of(engine, [2, 1, 0], reuse=False))
+    made.step([fill], [], rows=10_000)
+    layers_of_steps = [len(stack.forwards)]
+    while not made.finished():
+        made.step([], [], rows=10_000)
+        layers_of_steps.append(len(stack.forwards) - sum(layers_of_steps))
+    made.close()
+    assert layers_of_steps == [1] * stack.decoder.layout.layers
+
+
 def test_a_local_hit_is_not_written_over(
     engine: Engine, scheduling: Scheduling, workers: Workers, stack: BlockStack
 ) -> None:
@@ -1038,7 +1072,7 @@ def test_layouts_are_those_of_all_ranks() -> None:
 
     kv = torch.arange(2 * 3 * 4 * 5.0).reshape(2, 3, 4, 5)
     parts = [
-        TensorParallel(SimpleNamespace(rank_in_group=r, world_size=2), None).own_heads(kv)
+        TensorParallel(SimpleNamespace(rank_in_group=r, world_size=2), list).own_heads(kv)
         for r in (0, 1)
     ]
     torch.testing.assert_close(torch.cat(parts, dim=2), kv)
