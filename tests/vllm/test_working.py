@@ -40,6 +40,7 @@ from cachecraft_rag.vllm.worker.filling import Filling
 from cachecraft_rag.vllm.worker.ranks import OneRank
 from cachecraft_rag.vllm.worker.scheduling import Scheduling
 from cachecraft_rag.vllm.worker.working import Workers
+from tests.compute.whole_decoder import WholeDecoder
 
 BLOCK = 16
 CHUNKS = [
@@ -388,7 +389,7 @@ def test_a_forward_holds_no_more_rows_than_memory_is_reserved_for(
     ]
     fills = [fill_of(scheduling, ask, f"r{i}", first_block=20 * i) for i, ask in enumerate(asks)]
     rows = max(fill.stop for fill in fills)
-    memory = FillMemory(1, 1, 1, total=3 * (rows + 1))
+    memory = FillMemory(1, 1, 1, total=3 * (rows + 1), pass_rows=rows + 1)
     made = Workers(stack, engine.store, settings, block_size=BLOCK, memory=memory)  # type: ignore[arg-type]
     stack.forwards.clear()
     run(made, fills)
@@ -397,6 +398,47 @@ def test_a_forward_holds_no_more_rows_than_memory_is_reserved_for(
     assert max(stack.forwards) <= rows
     for fill, ask in zip(fills, asks, strict=True):
         torch.testing.assert_close(filled(stack, fill), expected(engine, ask), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize(
+    ("order", "changed"),
+    [
+        ([0, 2, 1], {"reuse": False}),
+        ([0, 2, 1], {"recompute_ratio": 1.0}),
+        ([2, 1, 0], {}),  # exact
+        ([0, 2, 1], {"recompute_ratio": 0.7, "method": {"probe_min_rows": 10**6}}),
+    ],
+)
+def test_a_prompt_with_more_rows_than_fit_is_filled_in_several_passes_as_in_one(
+    at_once: bool,
+    order: list[int],
+    changed: dict[str, Any],
+    engine: Engine,
+    settings: ConnectorSettings,
+    scheduling: Scheduling,
+    stack: BlockStack,
+) -> None:
+    ask = ask_of(engine, order, **changed)
+    most_rows = 40
+    memory = FillMemory(1, 1, 1, total=10**6, pass_rows=most_rows)
+    whole = WholeDecoder(engine.decoder) if at_once else None
+    made = Workers(
+        stack,  # type: ignore[arg-type]
+        engine.store,
+        settings,
+        block_size=BLOCK,
+        memory=memory,
+        whole_model=whole,
+    )
+    fill = fill_of(scheduling, ask)
+    stack.forwards.clear()
+    run(made, [fill])
+    made.close()
+    if whole is None:
+        assert max(stack.forwards) <= most_rows
+        assert len(stack.forwards) > stack.decoder.layout.layers or order == [2, 1, 0]
+    torch.testing.assert_close(filled(stack, fill), expected(engine, ask), rtol=0, atol=1e-5)
 
 
 def test_a_request_waits_until_memory_is_given_back(

@@ -436,6 +436,7 @@ class Workers:
             speed=self._speed,
             whole=self._ranks.size > 1,
             longest_call_s=lambda: self._longest_call_s,
+            most_rows=self._memory.pass_rows,
         )
 
     def _take(self, filling: Filling, act: Callable[[], object]) -> None:
@@ -484,8 +485,8 @@ class Workers:
 
     def _most_rows(self, row_pass: RowPass, adapter: Adapter | None) -> float:
         """Return the most rows that may run together in a forward like that of this pass."""
-        longest = self._memory.longest()
-        limits = [math.inf if longest is None else longest]
+        pass_rows = self._memory.pass_rows
+        limits = [math.inf if pass_rows is None else pass_rows]
         if adapter is not None and self._adapters is not None:
             limits.append(self._adapters.most_rows)
         if row_pass.at_once is not None and self._stack.whole_model is not None:
