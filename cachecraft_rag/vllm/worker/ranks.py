@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from cachecraft_rag.compute.stack import Alone
+from cachecraft_rag.types.kv_layout import HeadShare
 
 T = TypeVar("T")
 
@@ -43,6 +44,7 @@ class OneRank(Alone):
 
     rank = 0
     size = 1
+    share: HeadShare | None = None  # memory holds all heads
 
     def act(self, number: int) -> None:
         """Do nothing: there is no other rank to meet."""
@@ -77,6 +79,7 @@ class TensorParallel:
         self._is_lost = False  # True after a missed meeting: the group cannot be used any more
         self.rank = int(group.rank_in_group)
         self.size = int(group.world_size)
+        self.share = HeadShare(self.rank, self.size)
         self._act = 0
 
     def act(self, number: int) -> None:
@@ -122,8 +125,7 @@ class TensorParallel:
 
     def own_heads(self, kv: Tensor) -> Tensor:
         """Return this rank's heads of `kv` `[…, tokens, all kv_heads, head_dim]` as a view, in the ranks' order."""
-        own = kv.shape[-2] // self.size
-        return kv[..., self.rank * own : (self.rank + 1) * own, :]
+        return kv[..., self.share.of(kv.shape[-2]), :]
 
     def gather_heads(self, own: Tensor) -> Tensor:
         """Return `[…, heads of all ranks, head_dim]` on the first rank, and `[…, 0, head_dim]` on the others.
