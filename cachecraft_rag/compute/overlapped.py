@@ -550,7 +550,7 @@ class OverlappedPrefill:
         return self._speed.seconds(rows) * layers / self._layers
 
     def _run_at_once(
-        self, row_pass: RowPass, layers: int, place: Callable[[int], None]
+        self, row_pass: RowPass, layers: int, place: Callable[[int], object]
     ) -> Generator[Step, bool, None]:
         self._row_layers += layers * len(row_pass.positions)
         row_pass.at_once = AtOnce(layers, place, self._expected_s(row_pass, layers))

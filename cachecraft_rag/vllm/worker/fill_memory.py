@@ -212,7 +212,7 @@ class FillBudget:
         if rows is None or size.tokens <= rows:
             return size.captured
         kept: dict[str, int] = {}
-        for segment, tokens in reversed(size.captured.items()):
+        for segment, tokens in reversed(list(size.captured.items())):
             if kept and sum(kept.values()) + tokens > rows:
                 break
             kept[segment] = tokens
