@@ -53,12 +53,15 @@ class KVBuffer:
         self.rotary = RotaryTables.of(stack, torch.arange(capacity, device=stack.device))
 
     def place(self, layer: int, chunk: Tensor, start: int) -> None:
-        """Rotate keys and copy values of a layer `[2, tokens, all kv_heads, head_dim]` to `start` on."""
+        """Rotate keys and copy values of a layer `[2, tokens, kv_heads, head_dim]` to `start` on.
+
+        The heads are those of this rank, or of all ranks.
+        """
         self.place_all(layer, [(chunk, start)])
 
     def place_all(self, layer: int, chunks: Sequence[tuple[Tensor, int]]) -> None:
         """Do the work of `place` for several chunks: on a GPU in one call that copies, and one launch."""
-        own_heads = self._on_device([self._ranks.own_heads(chunk) for chunk, _ in chunks])
+        own_heads = self._on_device([self._own_heads(chunk) for chunk, _ in chunks])
         merged = self.kv[layer : layer + 1]
         starts = [start for _, start in chunks]
         cos, sin = self.rotary.of_layer(layer)
@@ -135,8 +138,12 @@ class KVBuffer:
         """Return this rank's heads of the layers from `first` on, `[layers, 2, tokens, kv_heads, head_dim]`."""
         group = kv[first : first + LAYERS_PER_COPY]
         # keys and values of each layer along dimension 0
-        own_heads = self._ranks.own_heads(group.flatten(0, 1))
+        own_heads = self._own_heads(group.flatten(0, 1))
         return own_heads.view(len(group), 2, *own_heads.shape[1:])
+
+    def _own_heads(self, kv: Tensor) -> Tensor:
+        """Return this rank's heads of `[…, tokens, kv_heads, head_dim]`, which may have only these already."""
+        return kv if kv.shape[-2] == self.kv.shape[3] else self._ranks.own_heads(kv)
 
     def _place_layers(self, chunks: Sequence[Tensor], starts: Sequence[int], first: int) -> None:
         """Write several layers of chunk-caches on this device, the first of which is layer `first`."""

@@ -95,6 +95,9 @@ class OverlappedPrefill:
         runs_ahead: launch the last pass without waiting for a GPU, if nothing is loaded or captured. Its errors and its
             time are seen later.
         longest_call_s: returns the longest expected time of a call that runs all layers; None: `LONGEST_CALL_S`.
+        most_rows: rows of a pass for which a GPU has memory. If there are more, passes from the front compute them, and
+            captures of all but the last pass are kept in main memory. A chunk to be captured is not divided.
+            MemoryError in a pass if loads fail so late that it would have more rows. None: no limit.
     """
 
     def __init__(
@@ -107,7 +110,9 @@ class OverlappedPrefill:
         timer: Timer = untimed,
         runs_ahead: bool = False,
         longest_call_s: Callable[[], float] | None = None,
+        most_rows: int | None = None,
     ) -> None:
+        self._most_rows = most_rows
         self._longest_call_s = longest_call_s or (lambda: LONGEST_CALL_S)
         self._stack = stack
         self._job = job
@@ -175,7 +180,7 @@ class OverlappedPrefill:
                     self._let_readers_place()
                 return (yield from self._last_pass())
             if piece:
-                yield from self._front_piece(piece[-1] + 1)
+                yield from self._front(piece[-1] + 1)
 
     def _let_readers_place(self) -> None:
         """Let readers place chunk-caches that memory does not keep."""
@@ -243,26 +248,82 @@ class OverlappedPrefill:
 
     # -- passes -------------------------------------------------------------------------------------------------------
 
-    def _front_piece(self, edge: int) -> Generator[Step, bool, None]:
-        """Compute every open row before the position `edge`."""
-        positions = self._rows.open(below=edge)
+    def _front(self, edge: int) -> Generator[Step, bool, None]:
+        """Compute every open row before the position `edge`; all stored tokens before it are loaded."""
         resident_before_edge = [resident for resident in self._resident if resident.start < edge]
         self._resident = self._resident[len(resident_before_edge) :]
-
-        computing_s = self._start_clock()
-        row_pass = self._pass(positions, recorder=self._recorder, drift=self._drift(edge))
 
         def place(layer: int) -> None:
             self._place(layer, resident_before_edge, below=edge)
 
+        first, *others = [*self._borders(edge), edge]
+        yield from self._front_piece(first, place)
+        for border in others:
+            yield from self._front_piece(border)
+
+    def _all_but_last_rows(self, placed_layers: int) -> Generator[Step, bool, None]:
+        """Compute rows from the front until one pass can compute the others, once everything is loaded.
+
+        All chunk-caches are placed in the first `placed_layers` layers already.
+        """
+        end = len(self._ids)
+        if not self._borders(end):
+            return
+        yield self._wait(WaitCondition("all"))
+        self._compute_instead(self._stack.ranks.agree(frozenset(self._loads.failed())))
+        resident = self._resident
+        self._resident = []
+
+        def place(layer: int) -> None:
+            if layer >= placed_layers:
+                self._place(layer, resident, below=end)
+
+        first, *others = self._borders(end)
+        yield from self._front_piece(first, place)
+        for border in others:
+            yield self._wait(WaitCondition("all"))
+            yield from self._front_piece(border)
+        yield self._wait(WaitCondition("all"))
+
+    def _borders(self, edge: int) -> list[int]:
+        """Return positions that divide the open rows before `edge` into passes of `most_rows`; [] if one is enough.
+
+        Segments are divided only if they have more rows, those to be captured never: such a pass has more rows.
+        """
+        positions = self._rows.open(below=edge)
+        borders: list[int] = []
+        first = 0
+        while self._most_rows is not None and len(positions) - first > self._most_rows:
+            border = int(positions[first + self._most_rows])
+            segment = int(self._rows.segment[border])
+            start = self._rows.bounds[segment]
+            if start > positions[first]:
+                border = start
+            elif segment in self._job.captures:
+                border = self._rows.bounds[segment + 1]
+            if border > positions[-1]:
+                break
+            borders.append(border)
+            first = int(np.searchsorted(positions, border))
+        return borders
+
+    def _front_piece(
+        self, edge: int, place: Callable[[int], object] = lambda _layer: None
+    ) -> Generator[Step, bool, None]:
+        """Compute every open row before the position `edge` in one pass; `place` places a layer's chunk-caches."""
+        positions = self._rows.open(below=edge)
+        computing_s = self._start_clock()
+        row_pass = self._pass(positions, recorder=self._recorder, drift=self._drift(edge))
         if self._can_run_at_once(row_pass, self._layers):
             yield from self._run_at_once(row_pass, self._layers, place)
         while row_pass.layer < self._layers:
             place(row_pass.layer)
             yield from self._run_layer(row_pass)
         row_pass.wait()
-        self._measured(positions, computing_s(), "piece")
+        self._note_speed(row_pass, positions, computing_s(), "piece")
         self._rows = self._rows.finish(positions)
+        if self._most_rows is not None and len(self._ids) > self._most_rows:
+            self._recorder.move_to_host()
 
     def _last_pass(self) -> Generator[Step, bool, PrefillResult]:
         """Compute the remaining rows, including the question, while the rest is loaded layer by layer."""
@@ -273,10 +334,11 @@ class OverlappedPrefill:
                 plan, placed_layers = yield from self._probe(self._job.probe)
             self._loads.leave_out(self._job.unused(self._rows).tolist())
 
+        captured_before = {capture.segment for capture in self._recorder.captures}
+        yield from self._all_but_last_rows(placed_layers)
         focus = self._focus_observer()
 
         positions = self._rows.open()
-        captured_before = {capture.segment for capture in self._recorder.captures}
         joined_rows = 0
 
         computing_s = self._start_clock()
@@ -313,11 +375,7 @@ class OverlappedPrefill:
         if not joined_rows and not has_terminated_early:
             reuses = bool(self._resident or self._loads.extents)
             kind: PassKind = "last" if reuses else "piece"
-            if self._runs_ahead:
-                rows = self._speed.rows(positions)
-                self._speed.measured_later(rows, row_pass.clock, kind=kind)
-            else:
-                self._measured(positions, seconds, kind)
+            self._note_speed(row_pass, positions, seconds, kind)
         if focus is not None or self._job.probe is not None:
             self._drop_private_captures(captured_before)
         return PrefillResult(
@@ -443,6 +501,16 @@ class OverlappedPrefill:
 
         return computing_s
 
+    def _note_speed(
+        self, row_pass: RowPass, positions: NDArray[np.int64], seconds: float, kind: PassKind
+    ) -> None:
+        """Note how long a pass took: `seconds`, or what a GPU measures if the pass runs ahead."""
+        if self._runs_ahead:
+            rows = self._speed.rows(positions)
+            self._speed.measured_later(rows, row_pass.clock, kind=kind)
+        else:
+            self._measured(positions, seconds, kind)
+
     def _measured(self, positions: NDArray[np.int64], seconds: float, kind: PassKind) -> None:
         if len(positions) == len(self._ids):
             kind = "whole"
@@ -479,7 +547,7 @@ class OverlappedPrefill:
         return self._speed.seconds(rows) * layers / self._layers
 
     def _run_at_once(
-        self, row_pass: RowPass, layers: int, place: Callable[[int], None]
+        self, row_pass: RowPass, layers: int, place: Callable[[int], object]
     ) -> Generator[Step, bool, None]:
         self._row_layers += layers * len(row_pass.positions)
         row_pass.at_once = AtOnce(layers, place, self._expected_s(row_pass, layers))
@@ -527,6 +595,12 @@ class OverlappedPrefill:
         """Compute late positions up to the layer that `row_pass` has reached, and add them to its rows."""
         if not len(late):
             return
+        rows = len(row_pass.positions) + len(late)
+        if self._most_rows is not None and rows > self._most_rows:
+            raise MemoryError(
+                f"{len(late)} stored tokens were not loaded in time, and {rows} rows do not fit the GPU memory that "
+                f"is reserved for filling, which takes {self._most_rows}"
+            )
         late_pass = self._pass(
             late, recorder=row_pass.recorder, absent=row_pass.absent, timer=row_pass.timer
         )

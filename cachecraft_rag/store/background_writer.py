@@ -90,7 +90,7 @@ class BackgroundWriter:
                 if refusal is None:
                     self._queued[ticket] = variant.nbytes
             if refusal is None:
-                self._memory.host.add(variant, capture.kv)
+                self._memory.hold(variant, capture.kv)
                 stored = partial(self._done, variant, ticket)
                 future = self.submit(partial(self._store, variant, capture), ended=stored)
                 self._evict_by_rules()

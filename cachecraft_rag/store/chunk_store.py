@@ -40,6 +40,7 @@ from cachecraft_rag.store.processes import HomeProcess
 from cachecraft_rag.store.remote import RemoteConfig, RemoteStats, RemoteStream, RemoteTier
 from cachecraft_rag.store.row_checks import LookupResult, RowBounds
 from cachecraft_rag.types.captures import Capture, TokenScores
+from cachecraft_rag.types.kv_layout import HeadShare
 from cachecraft_rag.types.progress import Progress
 from cachecraft_rag.types.store_reasons import (
     CaptureDrop,
@@ -63,12 +64,21 @@ class ChunkCacheStore(Closeable):
     After `close` look-ups, loads and reads of the catalog raise StoreError, and captures are dropped.
     """
 
-    def __init__(self, root: Path, config: StoreConfig, rules: Sequence[EvictionRule] = ()) -> None:
+    def __init__(
+        self,
+        root: Path,
+        config: StoreConfig,
+        rules: Sequence[EvictionRule] = (),
+        share: HeadShare | None = None,
+    ) -> None:
         """Use `open`."""
         self.root = root
         self._home = HomeProcess("chunk-cache store")
         self._memory = Memory(
-            config.host_bytes, device=config.device, device_bytes=config.device_bytes
+            config.host_bytes,
+            device=config.device,
+            device_bytes=config.device_bytes,
+            share=share,
         )
         self._durable = DurableVariants(
             root,
@@ -133,11 +143,13 @@ class ChunkCacheStore(Closeable):
         config: StoreConfig | None = None,
         *,
         rules: Sequence[EvictionRule] = (),
+        share: HeadShare | None = None,
         **settings: Any,
     ) -> Self:
         """Open or create the store in the folder `root`; `settings` override fields of `config`.
 
         Chunk-caches that one of the `rules` evicts leave now and while the store is used, see `catalog.eviction_rules`.
+        With a `share`, loaded tensors and memory have the heads of one tensor-parallel rank only; files have all.
 
         Limits and a policy that are set are stored with the folder. A store of another version is moved to "set-aside";
         a folder that cannot be written is opened `read_only`. Both log a warning.
@@ -148,7 +160,7 @@ class ChunkCacheStore(Closeable):
         check_kind("rules", rules, (list, tuple), advice="write rules=[rule]")
         for rule in rules:
             check_callable("each of rules", rule, optional=False)
-        return cls(Path(root).absolute(), config, rules)
+        return cls(Path(root).absolute(), config, rules, share)
 
     @property
     def read_only(self) -> bool:
@@ -292,7 +304,7 @@ class ChunkCacheStore(Closeable):
             stored = stream if isinstance(stream, Unavailable) else open_source(stream, variant)
         if isinstance(stored, StoredVariant):
             try:
-                stored.allocate(pinned=self._memory.pinned)
+                stored.allocate(pinned=self._memory.pinned, share=self._memory.share)
                 return stored
             except MemoryError as error:
                 stored.close()
@@ -301,10 +313,11 @@ class ChunkCacheStore(Closeable):
         return stored
 
     def host_copy(self, kv: torch.Tensor) -> torch.Tensor:
-        """Return a capture in main memory, page-locked if it fits the host tier; one on a CPU itself."""
+        """Return a capture in main memory, page-locked if the host tier will hold it; one on a CPU itself."""
         from cachecraft_rag.kernels.memory import to_host  # it imports torch
 
-        return to_host(kv, pinned=self._memory.host.admits(kv.nbytes))
+        is_held = self._memory.share is None and self._memory.host.admits(kv.nbytes)
+        return to_host(kv, pinned=is_held)
 
     def keep(self, stored: StoredVariant, *, whole: bool = True) -> None:
         """Count a load, by tier, and close the variant; if it was read as a `whole`, keep it.

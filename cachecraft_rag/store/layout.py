@@ -37,7 +37,7 @@ import xxhash
 
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.store.codecs import Codec, codec_named
-from cachecraft_rag.types.kv_layout import KVLayout
+from cachecraft_rag.types.kv_layout import HeadShare, KVLayout
 from cachecraft_rag.types.store_reasons import Damaged, LoadFailure, Unavailable
 from cachecraft_rag.types.variants import TierName, Variant, VariantKey
 from cachecraft_rag.types.versions import LAYOUT_VERSION
@@ -279,8 +279,8 @@ class StoredVariant:
 
     Attributes:
         variant: its row in the catalog.
-        kv: `[layers, 2, tokens, kv_heads, head_dim]`, raw keys and values, allocated by `allocate` and filled by
-            `read`; None before `allocate` and after `release`.
+        kv: `[layers, 2, tokens, kv_heads, head_dim]`, raw keys and values, allocated by `allocate`, perhaps for the
+            heads of one rank only, and filled by `read`; None before `allocate` and after `release`.
         source: source of its bytes.
         tier: where its bytes are: "disk" or "remote".
         extents: the smallest pieces for `read`, see `extents`; a single one if the bytes must be read in order.
@@ -323,16 +323,23 @@ class StoredVariant:
         self._pieces = extents(self._codec, header.layout, header.tokens)
         self.extents = [(0, header.tokens)] if source.sequential else self._pieces
         self.token_bytes = (needed - self._begin) / header.tokens
+        self._heads = slice(None)  # those that `kv` holds
 
-    def allocate(self, *, pinned: bool = False) -> None:
-        """Allocate `kv` in main memory, uninitialised, page-locked if `pinned`; a second call replaces it."""
+    def allocate(self, *, pinned: bool = False, share: HeadShare | None = None) -> None:
+        """Allocate `kv` in main memory, uninitialised, page-locked if `pinned`; a second call replaces it.
+
+        With a `share` it holds these heads only.
+        """
         import torch
 
         from cachecraft_rag.kernels.memory import empty
 
-        shape = self._header.layout.shape(self._header.tokens)
-        dtype = getattr(torch, self._header.layout.dtype)
-        self.kv = empty(shape, dtype, pinned=pinned)
+        layout = self._header.layout
+        if share is not None:
+            self._heads = share.of(layout.kv_heads)
+            layout = replace(layout, kv_heads=layout.kv_heads // share.ranks)
+        dtype = getattr(torch, layout.dtype)
+        self.kv = empty(layout.shape(self._header.tokens), dtype, pinned=pinned)
 
     def release(self) -> None:
         """Set `kv` to None; its memory is freed once nothing else refers to it."""
@@ -378,7 +385,9 @@ class StoredVariant:
         offset, nbytes = self._blocks[layer]
         whole = stop - start == tokens
         slices = (slice(0, nbytes),) if whole else codec.run(layout, tokens, start, stop)
-        out = self.own(layer, start, stop) if out is None else out
+        target = self.own(layer, start, stop) if out is None else out
+        has_all_heads = target.shape[2] == layout.kv_heads
+        out = target if has_all_heads else self.scratch(stop - start, None)
         block = torch.empty(
             0 if codec.in_place else sum(s.stop - s.start for s in slices), dtype=torch.uint8
         )
@@ -407,6 +416,9 @@ class StoredVariant:
                 ) from error
         if self.variant.payload_facts.layout is not None and not in_range(out):
             raise ValueError(f"data damaged: layer {layer} holds numbers that no model produces")
+        if not has_all_heads:
+            with torch.inference_mode():  # a pass may have allocated it there
+                target.copy_(out[:, :, self._heads])
 
     def read_all(self) -> torch.Tensor:
         """Read every layer, in order, and return `kv`, `[layers, 2, tokens, kv_heads, head_dim]`, not a copy."""

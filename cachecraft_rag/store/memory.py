@@ -18,6 +18,7 @@ from cachecraft_rag.store.eviction import (
     ticked,
     ticked_by_return,
 )
+from cachecraft_rag.types.kv_layout import HeadShare
 from cachecraft_rag.types.variants import LoadedVariant, TierName, Variant
 
 if TYPE_CHECKING:
@@ -188,12 +189,19 @@ class Memory:
     Attributes:
         host, device: the tiers; without a device, the latter has a budget of 0.
         pinned: True if tensors read for this device should be in page-locked memory.
+        share: heads that the tensors have; None: all.
     """
 
     def __init__(
-        self, host_bytes: int, *, device: str | None = None, device_bytes: int = 0
+        self,
+        host_bytes: int,
+        *,
+        device: str | None = None,
+        device_bytes: int = 0,
+        share: HeadShare | None = None,
     ) -> None:
         """`device`: torch's name of the model's device; None if it runs on the CPU."""
+        self.share = share
         self._place = device
         self.pinned = device is not None and device.startswith("cuda")
         self.host = MemoryTier(host_bytes)
@@ -211,6 +219,16 @@ class Memory:
     def __contains__(self, variant: Variant) -> bool:
         """Return True if `read` would return a tensor."""
         return variant in self.device or variant in self.host
+
+    def hold(self, variant: Variant, kv: torch.Tensor) -> None:
+        """Hold a tensor with all heads in main memory if it fits there: itself, or a copy of the heads of `share`."""
+        if self.share is not None:
+            from cachecraft_rag.kernels.memory import empty  # it imports torch
+
+            own = kv[..., self.share.of(kv.shape[-2]), :]
+            pinned = self.pinned and self.host.admits(own.nbytes)
+            kv = empty(tuple(own.shape), own.dtype, pinned=pinned).copy_(own)
+        self.host.add(variant, kv)
 
     def _demote(self, variant: Variant, kv: torch.Tensor) -> None:
         from cachecraft_rag.kernels.memory import to_host  # it imports torch

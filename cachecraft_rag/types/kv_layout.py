@@ -31,3 +31,24 @@ class KVLayout:
         """Return the bytes of one uncompressed chunk-cache of so many tokens: keys and values of all layers."""
         width = 4 if self.dtype == "float32" else 2
         return self.layers * 2 * tokens * self.kv_heads * self.head_dim * width
+
+
+@dataclass(frozen=True, slots=True)
+class HeadShare:
+    """The share of the key and value heads that one of several tensor-parallel ranks computes with.
+
+    rank   index of the rank
+    ranks  number of ranks, a divisor of the number of heads
+    """
+
+    rank: int
+    ranks: int
+
+    def of(self, kv_heads: int) -> slice:
+        """Return the rank's heads among all heads of a model.
+
+        >>> HeadShare(1, 2).of(8)
+        slice(4, 8, None)
+        """
+        own = kv_heads // self.ranks
+        return slice(self.rank * own, (self.rank + 1) * own)

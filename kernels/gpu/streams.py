@@ -29,12 +29,16 @@ def launched(device: torch.device) -> torch.cuda.Event | None:
 
 
 def wait_on_stream(event: torch.cuda.Event | None, *tensors: Tensor) -> None:
-    """Let this thread's later work wait for an event of `launched`, and keep the memory that it reads until then."""
+    """Let this thread's later work wait for an event of `launched`, and keep the memory that it reads until then.
+
+    At least one tensor is on the event's GPU; others may be in main memory.
+    """
     if event is None:
         return
-    stream = torch.cuda.current_stream(tensors[0].device)
+    on_device = [tensor for tensor in tensors if tensor.device.type != "cpu"]
+    stream = torch.cuda.current_stream(on_device[0].device)
     stream.wait_event(event)
-    for tensor in tensors:
+    for tensor in on_device:
         tensor.record_stream(stream)
 
 

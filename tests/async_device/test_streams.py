@@ -17,7 +17,7 @@ from cachecraft_rag.compute import kv_buffer, overlapped
 from cachecraft_rag.compute.balance.speed import ComputeSpeed
 from cachecraft_rag.compute.captures.write_back import CaptureContext, Ended, WriteBackQueue
 from cachecraft_rag.compute.driver import Work, prefill, run
-from cachecraft_rag.compute.job import PrefillJob
+from cachecraft_rag.compute.job import PrefillJob, PrefillResult
 from cachecraft_rag.compute.kv_buffer import ResidentKV
 from cachecraft_rag.compute.overlapped import OverlappedPrefill
 from cachecraft_rag.compute.row_pass import RowPass, advance
@@ -247,6 +247,64 @@ def test_a_prefill_that_runs_ahead_waits_for_nothing_and_is_timed_once_it_is_com
     torch.testing.assert_close(result.hidden.cpu(), expected.hidden)
     assert speed.known
     assert speed.whole_s(speed.rows(range(40))) >= 0.8 * stream.queued * Device.operation_s
+
+
+def in_passes(decoder: Decoder, job: PrefillJob, most_rows: int, **how: Any) -> PrefillResult:
+    """Prefill in passes of at most so many rows."""
+    speed = ComputeSpeed(decoder.keys_per_row)
+    no_loads = PendingLoads.of_nothing(decoder.layout.layers)
+    divided = OverlappedPrefill(decoder, job, no_loads, speed, most_rows=most_rows, **how)
+    return run(decoder, divided.steps())
+
+
+def test_captures_of_all_but_the_last_pass_leave_the_gpu_and_are_stored(
+    decoder: Decoder,
+    decoder_on_device: Decoder,
+    store: ChunkCacheStore,
+    describing: Callable[[Work[Any], Ended], None],
+) -> None:
+    expected = prefill(decoder, WHOLE)
+    # two passes: of the instruction and the first chunk, and of the rest
+    result = in_passes(decoder_on_device, WHOLE, 20)
+    torch.testing.assert_close(result.buffer.kv.cpu(), expected.buffer.kv)
+    captures = result.recorder.captures
+    assert [capture.kv.device.type for capture in captures] == ["cpu", "cpu", "cuda"]
+    on_gpu = sum(capture.kv.nbytes for capture in captures if capture.kv.device.type == "cuda")
+    assert on_gpu == decoder.layout.nbytes(16), "instead of those of 36 tokens"
+
+    with torch.inference_mode():  # as several ranks do, which gather heads on the GPU
+        gathered = result.recorder.with_all_heads(torch.clone, torch.clone)
+    assert [capture.kv.device.type for capture in gathered.captures] == ["cpu", "cpu", "cuda"]
+    queue = WriteBackQueue(
+        store,
+        namespace="default",
+        fingerprint=decoder.fingerprint,
+        layout=decoder.layout,
+        start=describing,
+    )
+    keys = result.buffer.kv[:, 0]
+    queue.submit(gathered, keys, CaptureContext(SEGMENTS, BOUNDS, [1.0] * 4, None))
+    queue.close()
+    names = [segment.segment_id for segment in SEGMENTS[:3]]
+    variants = store.lookup("default", decoder.fingerprint, names, session=None)
+    for name, capture in zip(names, expected.recorder.captures, strict=True):
+        (variant,) = variants[name]
+        loaded = store.load(variant)
+        assert isinstance(loaded, LoadedVariant)
+        torch.testing.assert_close(loaded.kv, capture.kv)
+
+
+def test_passes_that_run_ahead_take_chunk_caches_and_are_timed_by_the_device(
+    decoder: Decoder, decoder_on_device: Decoder, device: Device
+) -> None:
+    kv = prefill(decoder, WHOLE).recorder.captures[1].kv
+    rows = Rows.of(BOUNDS, new=[*range(8), *range(20, 40)], recomputed=range(8, 20, 3))
+    job = PrefillJob(IDS, rows, resident=[ResidentKV(8, kv)], reused=[1], drift=0.5)
+    expected = prefill(decoder, job)
+    device.host_waits.clear()
+    result = in_passes(decoder_on_device, job, 16, runs_ahead=True)
+    assert "an event" not in device.host_waits
+    torch.testing.assert_close(result.buffer.kv.cpu(), expected.buffer.kv)
 
 
 def test_what_is_captured_is_computed_before_the_prefill_ends(

@@ -73,19 +73,18 @@ def test_a_rank_takes_its_own_heads_of_a_chunk(
     assert torch.equal(own.kv[3, :, 10:40], all_heads.kv[3, :, 10:40, layout.kv_heads // 2 :])
 
 
-def test_every_chunk_of_a_prefill_goes_through_own_heads(
-    decoder: Decoder, chunk: Tensor, on_ranks: Callable[[Decoder, Ranks], Decoder]
+@pytest.mark.parametrize("has_all_heads", [True, False])
+def test_a_rank_cuts_its_heads_out_of_every_chunk_that_has_those_of_all_ranks(
+    has_all_heads: bool,
+    decoder: Decoder,
+    chunk: Tensor,
+    on_ranks: Callable[[Decoder, Ranks], Decoder],
 ) -> None:
-    class Recording(Alone):
-        asked = 0
-
-        def own_heads(self, kv: Tensor) -> Tensor:
-            self.asked += 1
-            return kv
-
-    ranks = Recording()
-    job = PrefillJob(
-        IDS, Rows.of(BOUNDS, new=[*range(10), *range(40, 75)]), resident=[ResidentKV(10, chunk)]
-    )
-    prefill(on_ranks(decoder, ranks), job)
-    assert ranks.asked == decoder.layout.layers
+    ranks = SecondOfTwo()
+    stored = torch.cat((torch.zeros_like(chunk), chunk), dim=3) if has_all_heads else chunk
+    rows = Rows.of(BOUNDS, new=[*range(10), *range(40, 75)])
+    job = PrefillJob(IDS, rows, resident=[ResidentKV(10, stored)])
+    buffer = prefill(on_ranks(decoder, ranks), job).buffer
+    assert len(ranks.asked) == has_all_heads * decoder.layout.layers
+    alone = prefill(decoder, PrefillJob(IDS, rows, resident=[ResidentKV(10, chunk)]))
+    assert torch.equal(buffer.kv, alone.buffer.kv)

@@ -31,7 +31,7 @@ from cachecraft_rag.store.layout import StoredVariant, encode
 from cachecraft_rag.store.memory import MemoryTier
 from cachecraft_rag.store.row_checks import RowBounds
 from cachecraft_rag.types.captures import Capture, TokenScores
-from cachecraft_rag.types.kv_layout import KVLayout
+from cachecraft_rag.types.kv_layout import HeadShare, KVLayout
 from cachecraft_rag.types.progress import Progress
 from cachecraft_rag.types.store_reasons import Unavailable
 from cachecraft_rag.types.variants import LoadedVariant, Variant, VariantKey
@@ -114,6 +114,43 @@ def test_a_capture_is_found_and_served_from_memory(store: ChunkCacheStore) -> No
     scores = store.token_scores([variant.variant_id])[variant.variant_id]
     assert scores.inter is not None
     assert np.array_equal(scores.inter, np.linspace(0.0, 1.0, 10, dtype=np.float32))
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_rank_s_memory_holds_its_own_heads_only(tmp_path: Path, codec: str, tier: str) -> None:
+    """Half of the bytes on each of two ranks, contiguous; the file has all heads for any number of ranks."""
+    shares = [HeadShare(rank, 2) for rank in (0, 1)]
+    root = tmp_path / "store"
+    with ChunkCacheStore.open(root, codec=codec, share=shares[0]) as first:
+        stored(first, make())
+        assert first.stats().host_bytes == LAYOUT.nbytes(10) // 2
+    with ChunkCacheStore.open(root) as alone:
+        whole = load(alone, "chunk")
+    parts = []
+    for share in shares:
+        with ChunkCacheStore.open(root, codec=codec, share=share) as opened:
+            if tier == "host":
+                load(opened, "chunk")  # memory keeps what was loaded
+            loaded = opened.load(only(opened))
+            assert isinstance(loaded, LoadedVariant)
+            assert loaded.tier == tier
+            assert loaded.kv.is_contiguous()
+            assert opened.stats().host_bytes == loaded.kv.nbytes == LAYOUT.nbytes(10) // 2
+            parts.append(loaded.kv)
+    assert torch.equal(torch.cat(parts, dim=3), whole)
+
+
+def test_a_rank_s_heads_are_read_outside_of_the_pass_that_asks_for_them(tmp_path: Path) -> None:
+    root = tmp_path / "store"
+    stored_on_disk(root)
+    with ChunkCacheStore.open(root, share=HeadShare(1, 2)) as opened:
+        with torch.inference_mode():
+            (reading,) = opened.open_variants([only(opened)])
+        assert isinstance(reading, StoredVariant)
+        kv = reading.read_all()
+        opened.keep(reading)
+        assert torch.equal(kv, make().kv[:, :, :, 1:])
 
 
 def test_a_relative_folder_stays_where_it_is_when_the_process_goes_elsewhere(

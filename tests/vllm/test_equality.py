@@ -29,7 +29,8 @@ from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.types.documents import Chunk
 from cachecraft_rag.types.prompts import Prompt
 from cachecraft_rag.vllm.messages import Ask
-from cachecraft_rag.vllm.worker import working
+from cachecraft_rag.vllm.worker import connector, working
+from cachecraft_rag.vllm.worker.fill_memory import FillMemory
 from cachecraft_rag.vllm.worker.whole_model import VLLMForward
 from tests.vllm.conftest import TEXTS, Server
 
@@ -274,6 +275,30 @@ def assert_all_equal(server: Server, cases: dict[str, Expected], layers: int) ->
         assert_equal(server.ask([ask])[0], one, layers)
     for found, one in zip(server.ask(asks_of(cases)), cases.values(), strict=True):
         assert found.tokens == one.tokens
+
+
+@pytest.mark.slow
+def test_prompts_with_more_rows_than_a_pass_takes_are_answered_as_in_one_pass(
+    model_folder: Callable[[str], Path],
+    primed_cases: PrimedCases,
+    make_server: Callable[..., Server],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    whole_runs: list[tuple[int, int]],
+) -> None:
+    """As on a GPU, whose memory for fillings limits the rows of a pass."""
+    cases, layers = primed_cases("Llama", tmp_path / "caches")
+    rows = len(cases["nothing reused"].prompt.token_ids) * 2 // 3
+    memory = FillMemory(1, 1, 1, total=1 << 30, pass_rows=rows)
+    monkeypatch.setattr(connector, "fill_memory", lambda *_: memory)
+    server = make_server(model_folder("Llama"), tmp_path / "caches")
+    assert_all_equal(server, cases, layers)
+    assert_captures_are_exact(server, cases)
+    whole_runs.clear()
+    asks = dict(zip(cases, asks_of(cases), strict=True))
+    assert_equal(server.ask([asks["nothing reused"]])[0], cases["nothing reused"], layers)
+    assert len(whole_runs) == 2, whole_runs
+    assert max(count for count, _ in whole_runs) <= rows
 
 
 @pytest.mark.slow

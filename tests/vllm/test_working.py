@@ -40,6 +40,7 @@ from cachecraft_rag.vllm.worker.filling import Filling
 from cachecraft_rag.vllm.worker.ranks import OneRank
 from cachecraft_rag.vllm.worker.scheduling import Scheduling
 from cachecraft_rag.vllm.worker.working import Workers
+from tests.compute.whole_decoder import WholeDecoder
 
 BLOCK = 16
 CHUNKS = [
@@ -318,6 +319,40 @@ def test_both_ends_meet_wherever_the_disk_is_fast_or_slow(
         made.close()
 
 
+class TwoRanks(OneRank):
+    """The first of two ranks; the other one does the same at the same time."""
+
+    size = 2
+
+
+@pytest.mark.parametrize("ranks", [OneRank(), TwoRanks()])
+def test_a_step_ends_after_a_slow_layer_with_one_rank_and_with_several(
+    ranks: OneRank,
+    engine: Engine,
+    scheduling: Scheduling,
+    stack: BlockStack,
+    settings: ConnectorSettings,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stack.ranks = ranks
+    run_layer = BlockStack.layer
+
+    def slow_layer(*given: Any, **how: Any) -> Tensor:
+        time.sleep(0.06)  # longer than a step may take
+        return run_layer(*given, **how)
+
+    monkeypatch.setattr(BlockStack, "layer", slow_layer)
+    made = Workers(stack, engine.store, settings, block_size=BLOCK)  # type: ignore[arg-type]
+    fill = fill_of(scheduling, ask_of(engine, [2, 1, 0], reuse=False))
+    made.step([fill], [], rows=10_000)
+    layers_of_steps = [len(stack.forwards)]
+    while not made.finished():
+        made.step([], [], rows=10_000)
+        layers_of_steps.append(len(stack.forwards) - sum(layers_of_steps))
+    made.close()
+    assert layers_of_steps == [1] * stack.decoder.layout.layers
+
+
 def test_a_local_hit_is_not_written_over(
     engine: Engine, scheduling: Scheduling, workers: Workers, stack: BlockStack
 ) -> None:
@@ -354,7 +389,7 @@ def test_a_forward_holds_no_more_rows_than_memory_is_reserved_for(
     ]
     fills = [fill_of(scheduling, ask, f"r{i}", first_block=20 * i) for i, ask in enumerate(asks)]
     rows = max(fill.stop for fill in fills)
-    memory = FillMemory(1, 1, 1, total=3 * (rows + 1))
+    memory = FillMemory(1, 1, 1, total=3 * (rows + 1), pass_rows=rows + 1)
     made = Workers(stack, engine.store, settings, block_size=BLOCK, memory=memory)  # type: ignore[arg-type]
     stack.forwards.clear()
     run(made, fills)
@@ -363,6 +398,47 @@ def test_a_forward_holds_no_more_rows_than_memory_is_reserved_for(
     assert max(stack.forwards) <= rows
     for fill, ask in zip(fills, asks, strict=True):
         torch.testing.assert_close(filled(stack, fill), expected(engine, ask), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize(
+    ("order", "changed"),
+    [
+        ([0, 2, 1], {"reuse": False}),
+        ([0, 2, 1], {"recompute_ratio": 1.0}),
+        ([2, 1, 0], {}),  # exact
+        ([0, 2, 1], {"recompute_ratio": 0.7, "method": {"probe_min_rows": 10**6}}),
+    ],
+)
+def test_a_prompt_with_more_rows_than_fit_is_filled_in_several_passes_as_in_one(
+    at_once: bool,
+    order: list[int],
+    changed: dict[str, Any],
+    engine: Engine,
+    settings: ConnectorSettings,
+    scheduling: Scheduling,
+    stack: BlockStack,
+) -> None:
+    ask = ask_of(engine, order, **changed)
+    most_rows = 40
+    memory = FillMemory(1, 1, 1, total=10**6, pass_rows=most_rows)
+    whole = WholeDecoder(engine.decoder) if at_once else None
+    made = Workers(
+        stack,  # type: ignore[arg-type]
+        engine.store,
+        settings,
+        block_size=BLOCK,
+        memory=memory,
+        whole_model=whole,
+    )
+    fill = fill_of(scheduling, ask)
+    stack.forwards.clear()
+    run(made, [fill])
+    made.close()
+    if whole is None:
+        assert max(stack.forwards) <= most_rows
+        assert len(stack.forwards) > stack.decoder.layout.layers or order == [2, 1, 0]
+    torch.testing.assert_close(filled(stack, fill), expected(engine, ask), rtol=0, atol=1e-5)
 
 
 def test_a_request_waits_until_memory_is_given_back(
@@ -1038,7 +1114,7 @@ def test_layouts_are_those_of_all_ranks() -> None:
 
     kv = torch.arange(2 * 3 * 4 * 5.0).reshape(2, 3, 4, 5)
     parts = [
-        TensorParallel(SimpleNamespace(rank_in_group=r, world_size=2), None).own_heads(kv)
+        TensorParallel(SimpleNamespace(rank_in_group=r, world_size=2), list).own_heads(kv)
         for r in (0, 1)
     ]
     torch.testing.assert_close(torch.cat(parts, dim=2), kv)

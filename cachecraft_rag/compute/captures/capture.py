@@ -20,7 +20,7 @@ from torch import Tensor
 
 from cachecraft_rag.compute.stack import AttentionSettings
 from cachecraft_rag.kernels.attention_mass import segment_mass
-from cachecraft_rag.kernels.memory import empty
+from cachecraft_rag.kernels.memory import empty, to_host
 from cachecraft_rag.kernels.visibility import Visibility
 from cachecraft_rag.planning.scoring import context_impact
 from cachecraft_rag.types.captures import TokenScores
@@ -103,6 +103,12 @@ class CaptureRecorder:
         """Drop the capture of a segment; does nothing without one. A later pass may capture the segment again."""
         self._recorded.pop(segment, None)
 
+    def move_to_host(self) -> None:
+        """Move the keys and values of complete captures from a GPU to main memory, page-locked if there is room."""
+        for capture in self.captures:
+            kv = to_host(capture.kv, pinned=True)
+            self._recorded[capture.segment] = replace(capture, kv=kv)
+
     @property
     def missing(self) -> frozenset[int]:
         """Indices of the segments that should have been captured and are not among `captures`; empty if all are."""
@@ -133,7 +139,9 @@ class CaptureRecorder:
                 for settings in self.settings
             ]
         for capture in self.captures:  # ascending: in the same order on every rank
-            kv = gather(capture.kv)
+            kv = gather(capture.kv.to(self._like.device))
+            if capture.kv.device != kv.device:
+                kv = to_host(kv, pinned=True)
             mass = None if capture.mass is None else mean(capture.mass)
             queries: dict[int, Tensor] = {}
             if mass is None:

@@ -127,7 +127,8 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
         if stack is not None and stack.device.type == "cuda":
             # Page-locked memory: copies from it are several times as fast. vLLM needs the GPU's memory for itself.
             store_config = replace(store_config, device=str(stack.device), device_bytes=0)
-        self._store = ChunkCacheStore.open(self._settings.store, store_config)
+        share = None if stack is None else stack.ranks.share
+        self._store = ChunkCacheStore.open(self._settings.store, store_config, share=share)
         # Only one of the two is set: vLLM calls the methods of one side only.
         self._scheduling: Scheduling
         self._workers: Workers

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Self
 import torch
 from torch import Tensor
 
+from cachecraft_rag.compute.kv_buffer import LAYERS_PER_COPY
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.types.kv_layout import KVLayout
 from cachecraft_rag.vllm.options import VLLMConfig
@@ -29,6 +30,10 @@ logger = logging.getLogger("cachecraft_rag.vllm")
 _SHARE = 0.1
 # Share that is reserved at most, if a single prompt of the longest kind needs it.
 _LARGEST_SHARE = 0.25
+# Rows of a pass at most; vLLM's own passes have no more, see `max_num_batched_tokens`.
+_PASS_ROWS = 8192
+# The longest prompts for which memory is reserved if it is within the shares: one is loaded while another is computed.
+_PROMPTS = 2
 # Segments whose attention is summed up for captures: columns of float32 per row and head.
 _SEGMENTS = 64
 
@@ -37,12 +42,16 @@ _SEGMENTS = 64
 class FillMemory:
     """Sizes of fillings on one GPU, in bytes.
 
+    A prompt with more rows than one pass may have is computed in several. Only the captures of its last pass stay on
+    the GPU until they are stored (`OverlappedPrefill`).
+
     Attributes:
-        buffer_token: keys and values of a token in a request's buffer.
+        buffer_token: keys and values of a token in a request's buffer, and in copies on their way there.
         captured_token: keys and values of a captured token until they are stored, on the rank that joins all heads.
         pass_row: hidden states of a computed row inside one layer.
         total: memory for fillings; None = no limit.
         context: tokens of the longest prompt that vLLM takes; None = no limit.
+        pass_rows: most rows of a pass, except if a longer chunk is captured; None = no limit.
     """
 
     buffer_token: int = 0
@@ -50,6 +59,7 @@ class FillMemory:
     pass_row: int = 0
     total: int | None = None
     context: int | None = None
+    pass_rows: int | None = None
 
     @classmethod
     def of(cls, config: VLLMConfig, settings: ConnectorSettings, *, gpu_bytes: int) -> Self:
@@ -61,37 +71,57 @@ class FillMemory:
         ranks = config.parallel_config.tensor_parallel_size
         layout = settings.identity.layout
         token = layout.nbytes(1)
-        buffer_token = token // ranks
+        own_token = token // ranks
+        buffer_token = own_token + own_token * LAYERS_PER_COPY // layout.layers
         # own heads, and those of all ranks where they are joined
-        captured_token = buffer_token + token if ranks > 1 else token
+        captured_token = own_token + token if ranks > 1 else token
         pass_row = _pass_row(config.model_config.hf_text_config, layout, ranks)
         longest = config.model_config.max_model_len
-        single = longest * (buffer_token + captured_token + pass_row)
-        several = settings.fill_at_once * longest * (buffer_token + captured_token)
+        rows = min(longest, _PASS_ROWS, config.scheduler_config.max_num_batched_tokens)
+        passes = rows * (captured_token + pass_row)
+        single = longest * buffer_token + passes
+        several = min(_PROMPTS, settings.fill_at_once) * longest * buffer_token + passes
         most = max(_SHARE * gpu_bytes, min(single, _LARGEST_SHARE * gpu_bytes))
-        total = min(several + longest * pass_row, int(most))
-        return cls(buffer_token, captured_token, pass_row, total, longest)
+        total = min(several, int(most))
+        return cls(buffer_token, captured_token, pass_row, total, longest, rows)
+
+    def needed(self, tokens: int, *, chunk: int = 0) -> int:
+        """Return the bytes for a prompt of which all is computed and captured; its longest chunk has `chunk` tokens.
+
+        >>> FillMemory(10, 10, 5, pass_rows=20).needed(40)  # 40 · 10 + 20 · (10 + 5)
+        700
+        """
+        rows = tokens if self.pass_rows is None else min(tokens, max(self.pass_rows, chunk))
+        return tokens * self.buffer_token + rows * (self.captured_token + self.pass_row)
 
     def longest(self) -> int | None:
         """Return the most tokens of a prompt that can be filled even if all of it is computed; None without a limit.
 
+        No chunk of it may be longer than a pass.
+
         >>> FillMemory(10, 10, 5, total=1000).longest()
         40
+        >>> FillMemory(10, 10, 5, total=1000, pass_rows=20).longest()
+        70
         """
         if self.total is None:
             return None
         fitting = self.total // (self.buffer_token + self.captured_token + self.pass_row)
+        if self.pass_rows is not None and fitting > self.pass_rows:
+            passes = self.pass_rows * (self.captured_token + self.pass_row)
+            fitting = (self.total - passes) // self.buffer_token
         return fitting if self.context is None else min(fitting, self.context)
 
     def room(self) -> int | None:
         """Return the memory for keys and values of all fillings, in bytes: `total` without that for the rows of a pass.
 
-        The rows are those of a prompt of `longest` tokens. None without a limit.
+        None without a limit.
         """
         longest = self.longest()
         if self.total is None or longest is None:
             return None
-        return self.total - longest * self.pass_row
+        rows = longest if self.pass_rows is None else min(longest, self.pass_rows)
+        return self.total - rows * self.pass_row
 
 
 UNLIMITED = FillMemory()
@@ -99,7 +129,7 @@ UNLIMITED = FillMemory()
 
 @dataclass(frozen=True, slots=True)
 class FillSize:
-    """Size of one filling: tokens of the prompt, and segment id → tokens of each segment that it captures."""
+    """Size of one filling: tokens of the prompt, and segment id → tokens of the segments that it captures, in order."""
 
     tokens: int
     captured: Mapping[str, int]
@@ -116,13 +146,22 @@ class FillBudget:
 
     def refusal(self, size: FillSize) -> str | None:
         """Return why a prompt cannot be filled even alone, as a sentence, or None if it can and without a limit."""
-        longest = self._memory.longest()
-        if longest is None or size.tokens <= longest:
+        memory = self._memory
+        longest = memory.longest()
+        if memory.total is None or longest is None:
             return None
-        return (
-            f"it has {size.tokens} tokens, and the GPU memory reserved for filling takes {longest}: lower "
-            "--max-model-len, or spread the model with --tensor-parallel-size"
-        )
+        chunk = max(size.captured.values(), default=0)
+        if size.tokens > longest:
+            return (
+                f"it has {size.tokens} tokens, and the GPU memory reserved for filling takes {longest}: lower "
+                "--max-model-len, or spread the model with --tensor-parallel-size"
+            )
+        if memory.needed(size.tokens, chunk=chunk) > memory.total:
+            return (
+                f"one of its new chunks has {chunk} tokens, more than the GPU memory reserved for filling takes beside "
+                "the other ones: divide documents into shorter chunks"
+            )
+        return None
 
     def fits(self, size: FillSize, capturing: Collection[str]) -> bool:
         """Return True if this filling can begin beside the others.
@@ -141,7 +180,7 @@ class FillBudget:
     def take(self, request: str, size: FillSize) -> None:
         """Count a filling that begins, in place of an earlier one of the request, and the captures it will make."""
         self._filling[request] = size
-        self._captured |= size.captured
+        self._captured |= self._of_last_pass(size)
 
     def give_back(self, request: str) -> None:
         """Count a filling no longer; its captures count until they are stored. Does nothing for an unknown request."""
@@ -157,8 +196,27 @@ class FillBudget:
 
     def _bytes(self, size: FillSize) -> int:
         memory = self._memory
-        captured = sum(size.captured.values())
-        return size.tokens * memory.buffer_token + captured * memory.captured_token
+        captured = sum(self._of_last_pass(size).values())
+        longer = 0  # rows of a pass with a long chunk, beyond those of other passes
+        if memory.pass_rows is not None:
+            longer = max(0, max(size.captured.values(), default=0) - memory.pass_rows)
+        return (
+            size.tokens * memory.buffer_token
+            + captured * memory.captured_token
+            + longer * memory.pass_row
+        )
+
+    def _of_last_pass(self, size: FillSize) -> Mapping[str, int]:
+        """Return the captures of the last pass, the only ones that stay on the GPU: segment id → tokens."""
+        rows = self._memory.pass_rows
+        if rows is None or size.tokens <= rows:
+            return size.captured
+        kept: dict[str, int] = {}
+        for segment, tokens in reversed(list(size.captured.items())):
+            if kept and sum(kept.values()) + tokens > rows:
+                break
+            kept[segment] = tokens
+        return kept
 
 
 def _pass_row(config: PretrainedConfig, layout: KVLayout, ranks: int) -> int:

@@ -42,13 +42,14 @@ class Filling:
         speed: ComputeSpeed,
         whole: bool,
         longest_call_s: Callable[[], float] | None = None,
+        most_rows: int | None = None,
     ) -> None:
         """Make the plan, open the chunk-caches and begin to load them.
 
         Args:
             whole: True to load everything before computing. Needed with several ranks: they read at different speeds
                 and must run the same passes.
-            longest_call_s: see `OverlappedPrefill`.
+            longest_call_s, most_rows: see `OverlappedPrefill`.
         """
         self.fill = fill
         self._stack = stack
@@ -77,7 +78,13 @@ class Filling:
         self._load_s = 0.0
         try:
             self._steps = OverlappedPrefill(
-                stack, own_part, self._loads, speed, runs_ahead=True, longest_call_s=longest_call_s
+                stack,
+                own_part,
+                self._loads,
+                speed,
+                runs_ahead=True,
+                longest_call_s=longest_call_s,
+                most_rows=most_rows,
             ).steps()
             self._step: Step = next(self._steps)
         except BaseException:  # whatever it is, readers stop

@@ -3,12 +3,17 @@
 A step is divided into rounds, and a round into numbered acts, the same on every rank. Each exchange in an act begins
 with a meeting, at which every rank tells the number of its act. A rank whose act has raised continues with the next
 act. The ranks that are still in the earlier act notice this at the meeting and give that act up, too. Every round ends
-with a meeting of all ranks. This costs one small reduction per round, and no exception leaves other ranks waiting.
+with a meeting of all ranks, and so does every step with fillings. This costs one small reduction per round, and no
+exception leaves other ranks waiting.
+
+If a step fails as a whole on one rank, the others notice it at their next meeting, give the step up, and all meet again
+before the next one (`TensorParallel.meet_again`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -16,11 +21,14 @@ import torch
 from torch import Tensor
 
 from cachecraft_rag.compute.stack import Alone
+from cachecraft_rag.types.kv_layout import HeadShare
 
 T = TypeVar("T")
 
 _MEETING_S = 120.0  # time limit of a meeting; vLLM gives its workers 300 s for a step
 _END = 1 << 30  # act number of a round's last meeting
+_END_OF_STEP = _END + 1
+_STEP_FAILED = _END + 2
 
 
 class AnotherRankFailedError(Exception):
@@ -36,6 +44,7 @@ class OneRank(Alone):
 
     rank = 0
     size = 1
+    share: HeadShare | None = None  # memory holds all heads
 
     def act(self, number: int) -> None:
         """Do nothing: there is no other rank to meet."""
@@ -44,27 +53,33 @@ class OneRank(Alone):
         """Return `failed` itself, request → reason."""
         return failed
 
-    def part(self) -> None:
+    def end_step(self) -> None:
+        """Do nothing: there is no other rank to meet."""
+
+    def meet_again(self) -> None:
         """Do nothing: there is no other rank to meet."""
 
 
 class TensorParallel:
     """Several ranks, each with its share of the heads; see `compute.stack.Ranks`.
 
-    Every method except `own_heads`, `act` and `part` is a collective. Each raises AnotherRankFailedError if another
-    rank has given up the same act, and RanksApartError if a rank missed the meeting; `settle` raises RanksApartError
-    only.
+    Every method except `own_heads` and `act` is a collective. Each raises AnotherRankFailedError if another rank has
+    given up the same act or step, and RanksApartError if a rank missed the meeting.
 
     Args:
         group: vLLM's GroupCoordinator.
-        meetings: a process group of the same ranks on CPUs, with a time limit; used for nothing else.
+        make_meetings: returns a new process group of the same ranks on CPUs, with a time limit; used for nothing else.
+            All ranks call it together.
     """
 
-    def __init__(self, group: Any, meetings: Any) -> None:
+    def __init__(self, group: Any, make_meetings: Callable[[], Any]) -> None:
         self._group = group
-        self._meetings = meetings
+        self._make_meetings = make_meetings
+        self._meetings = make_meetings()
+        self._is_lost = False  # True after a missed meeting: the group cannot be used any more
         self.rank = int(group.rank_in_group)
         self.size = int(group.world_size)
+        self.share = HeadShare(self.rank, self.size)
         self._act = 0
 
     def act(self, number: int) -> None:
@@ -84,16 +99,33 @@ class TensorParallel:
             everywhere |= {name: everywhere.get(name) or reason for name, reason in reasons.items()}
         return everywhere
 
-    def part(self) -> None:
-        """Meet no more; the others' next meeting raises RanksApartError. No collective may be called afterwards."""
-        if self._meetings is not None:
-            torch.distributed.destroy_process_group(self._meetings)
-            self._meetings = None
+    def end_step(self) -> None:
+        """End a step in which all ranks had something to do; AnotherRankFailedError if it failed on another rank."""
+        self._act = _END_OF_STEP
+        self._meet()
+
+    def meet_again(self) -> None:
+        """Meet after a step that failed as a whole on this rank or another one, after a lost meeting in a new group.
+
+        RanksApartError if a rank does not arrive in time: then no collective may be called any more.
+        """
+        if not self._is_lost:
+            self._act = _STEP_FAILED
+            with suppress(RanksApartError):
+                self._meet()
+                return
+        try:
+            # The lost group is not destroyed: torch would give the new one its name, and with it its old addresses.
+            self._meetings = self._make_meetings()
+        except RuntimeError as error:
+            raise RanksApartError(f"the ranks did not find each other again: {error}") from error
+        self._is_lost = False
+        self._act = _STEP_FAILED
+        self._meet()
 
     def own_heads(self, kv: Tensor) -> Tensor:
         """Return this rank's heads of `kv` `[…, tokens, all kv_heads, head_dim]` as a view, in the ranks' order."""
-        own = kv.shape[-2] // self.size
-        return kv[..., self.rank * own : (self.rank + 1) * own, :]
+        return kv[..., self.share.of(kv.shape[-2]), :]
 
     def gather_heads(self, own: Tensor) -> Tensor:
         """Return `[…, heads of all ranks, head_dim]` on the first rank, and `[…, 0, head_dim]` on the others.
@@ -132,6 +164,7 @@ class TensorParallel:
                 )
             # how torch.distributed says that one is gone, or too late
             except RuntimeError as error:
+                self._is_lost = True
                 raise RanksApartError(f"the ranks lost each other: {error}") from error
             furthest = int(place[0])
             last = -int(place[1])
@@ -145,6 +178,7 @@ class TensorParallel:
         try:
             torch.distributed.all_gather_object(gathered, own, group=self._meetings)
         except RuntimeError as error:  # as in `_meet`
+            self._is_lost = True
             raise RanksApartError(f"the ranks lost each other: {error}") from error
         return gathered
 
@@ -159,10 +193,13 @@ def ranks_of_worker() -> OneRank | TensorParallel:
     group = get_tp_group()
     if group.world_size == 1:
         return OneRank()
-    meetings = torch.distributed.new_group(
-        group.ranks,
-        timeout=timedelta(seconds=_MEETING_S),
-        backend="gloo",
-        use_local_synchronization=True,
-    )
-    return TensorParallel(group, meetings)
+
+    def make_meetings() -> Any:
+        return torch.distributed.new_group(
+            group.ranks,
+            timeout=timedelta(seconds=_MEETING_S),
+            backend="gloo",
+            use_local_synchronization=True,
+        )
+
+    return TensorParallel(group, make_meetings)

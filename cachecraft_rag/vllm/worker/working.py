@@ -154,12 +154,13 @@ class Workers:
     ) -> None:
         """Begin new fillings, drop those in `ended`, and compute up to `rows` rows through all layers.
 
-        A single rank stops earlier after 0.05 seconds, or after 0.25 seconds if `vllm_is_free` and not `idle`; several
-        ranks ignore the clock. At least one layer is computed if a filling is ready, or all layers in one call.
-        Finished fillings are written into vLLM's blocks, and their captures are described in the background.
+        It stops earlier after 0.05 seconds, or after 0.25 seconds if `vllm_is_free` and not `idle`; several ranks stop
+        together, once one is over that time. At least one layer is computed if a filling is ready, or all layers in one
+        call. Finished fillings are written into vLLM's blocks, and their captures are described in the background.
 
-        An exception is logged, and vLLM computes the prompts that it concerns, see `failed_blocks`. With several ranks,
-        a step that fails as a whole ends filling: vLLM computes all prompts from then on.
+        An exception is logged, and vLLM computes the prompts that it concerns, see `failed_blocks`. A step that fails
+        as a whole leaves all prompts that are being filled to vLLM. Later prompts too if several ranks do not meet
+        again after it.
 
         Args:
             fills: fillings to begin.
@@ -172,16 +173,19 @@ class Workers:
         new = {fill.request_id: fill for fill in fills}
         has_time = vllm_is_free and not idle
         self._longest_call_s = math.inf if has_time else LONGEST_CALL_S
+        ended = list(ended)
+        has_work = bool(new or ended or self._fillings)  # the same on all ranks
         if not self._broken:
             try:
                 self._step(new, ended, rows, _LONG_SLICE_S if has_time else _SLICE_S, idle)
+                if has_work:
+                    self._ranks.end_step()
             # Whatever it is: inside vLLM it would end the server. No single request caused it, so all are left to vLLM.
             except Exception as error:
                 logger.exception("A step has failed")
-                # Several ranks may have stopped at different places and cannot continue together. A single rank can.
-                self._broken = f"the ranks are apart: {error}" if self._ranks.size > 1 else ""
-                self._ranks.part()
-                self._leave_all(new, self._broken or f"a step has failed: {error!r}")
+                self._leave_all(new, f"a step has failed: {error!r}")
+                if has_work:
+                    self._meet_again()
         else:
             self._leave_all(new, self._broken)
         # a filled request waits for its first token
@@ -190,6 +194,14 @@ class Workers:
             self._describe_at_once.set()
         else:
             self._describe_at_once.clear()
+
+    def _meet_again(self) -> None:
+        """Meet the other ranks after a failed step: they may have stopped at different places."""
+        try:
+            self._ranks.meet_again()
+        except RanksApartError as error:
+            self._broken = f"the ranks are apart, until the server is started again: {error}"
+            logger.exception("Prompts are computed without chunk-caches from now on")
 
     def _step(
         self, new: Mapping[str, Fill], ended: Iterable[str], rows: int, slice_s: float, idle: bool
@@ -215,9 +227,12 @@ class Workers:
         deadline = time.perf_counter() + slice_s
         while budget > 0 and (group := self._group(idle)):
             budget -= self._run_layer(group)
-            # Several ranks must run the same layers, so they ignore the clock.
-            if self._ranks.size == 1 and time.perf_counter() > deadline:
+            if self._any_rank(time.perf_counter() > deadline):
                 return
+
+    def _any_rank(self, is_over: bool) -> bool:
+        """Return True if a limit of time is passed on any rank: all of them must run the same layers."""
+        return bool(self._ranks.agree(frozenset(("time",) if is_over else ())))
 
     @property
     def is_filling(self) -> bool:
@@ -225,11 +240,13 @@ class Workers:
         return bool(self._fillings)
 
     def _check_whole_model(self) -> None:
+        """Check the model's own forward before the first filling; again if that step fails, as on other ranks."""
+        if self._unchecked is not None:
+            self._use_if_right(self._unchecked)
+            self._unchecked = None
+
+    def _use_if_right(self, model: WholeModel) -> None:
         """Use the model's own forward if its first passes are right on all ranks; otherwise log why it is not used."""
-        model = self._unchecked
-        if model is None:
-            return
-        self._unchecked = None
         reason = self._checked(0, lambda: check_whole_model(self._stack, model))
         if reason:
             self._layer_by_layer = (
@@ -419,6 +436,7 @@ class Workers:
             speed=self._speed,
             whole=self._ranks.size > 1,
             longest_call_s=lambda: self._longest_call_s,
+            most_rows=self._memory.pass_rows,
         )
 
     def _take(self, filling: Filling, act: Callable[[], object]) -> None:
@@ -450,8 +468,6 @@ class Workers:
                 continue
             joint_rows = rows + len(row_pass.positions)
             joint_s = expected_s + (row_pass.at_once.expected_s if row_pass.at_once else 0.0)
-            # several ranks must form the same groups, so they ignore the clock
-            is_too_long = self._ranks.size == 1 and joint_s > self._longest_call_s
             adapter = filling.fill.adapter
             if first is None:
                 first = row_pass
@@ -459,7 +475,7 @@ class Workers:
                 not row_pass.runs_with(first)
                 or adapter != group[0].fill.adapter
                 or joint_rows > self._most_rows(first, adapter)
-                or is_too_long
+                or self._any_rank(joint_s > self._longest_call_s)
             ):
                 continue
             group.append(filling)
@@ -469,8 +485,8 @@ class Workers:
 
     def _most_rows(self, row_pass: RowPass, adapter: Adapter | None) -> float:
         """Return the most rows that may run together in a forward like that of this pass."""
-        longest = self._memory.longest()
-        limits = [math.inf if longest is None else longest]
+        pass_rows = self._memory.pass_rows
+        limits = [math.inf if pass_rows is None else pass_rows]
         if adapter is not None and self._adapters is not None:
             limits.append(self._adapters.most_rows)
         if row_pass.at_once is not None and self._stack.whole_model is not None:
