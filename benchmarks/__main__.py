@@ -25,7 +25,7 @@ COMMANDS = {
     "families": "Model families of the installed transformers: served, or refused with the reason",
     "follow-ups": "Hit rates of follow-up questions, with and without their conversation",
     "gpu-model": "A cost model of reuse on a GPU, with copies and launches counted on this machine",
-    "load": "Read speed against dd, and the loading time hidden while computing",
+    "loading": "Read speed against dd, and the loading time hidden while computing",
     "loader-bookkeeping": "CPU time that the loader spends on its own lists",
     "memory": "Peak memory of a request",
     "naive-reuse": "Overlap of attention in a prompt, and wrong answers of naive reuse",
