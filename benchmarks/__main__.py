@@ -25,6 +25,7 @@ COMMANDS = {
     "families": "Model families of the installed transformers: served, or refused with the reason",
     "follow-ups": "Hit rates of follow-up questions, with and without their conversation",
     "gpu-model": "A cost model of reuse on a GPU, with copies and launches counted on this machine",
+    "load": "Requests at random times to a vLLM server: other users' tokens, TTFT, break-even hit rate",
     "loading": "Read speed against dd, and the loading time hidden while computing",
     "loader-bookkeeping": "CPU time that the loader spends on its own lists",
     "memory": "Peak memory of a request",
