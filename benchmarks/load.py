@@ -1,4 +1,4 @@
-"""Requests that arrive at random at a server: other users' tokens, times to the first token, and where reuse breaks even.
+"""Requests that arrive at random at a server: other users' tokens, times to the first token, break-even hit rate.
 
 Two kinds of requests are mixed: those with documents, a share of which is stored (the hit rate), and other users' plain
 ones, whose tokens are timed while the prompts of the former are filled. For each hit rate the same requests are sent at
@@ -12,51 +12,37 @@ runs is measured with `--server`. On a CPU the servers and this client share the
 
 from __future__ import annotations
 
-import asyncio
-import json
+import itertools
 import math
 import os
-import secrets
-import statistics
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-import httpx
 import typer
 from rich.table import Table
 
 from benchmarks import reserved_memory
-from benchmarks.load_figures import Answered, Figures, Spread, break_even, figures, ratio
-from benchmarks.load_requests import (
-    REUSE,
-    REUSE_OFF,
-    VLLM_ALONE,
-    Arrival,
-    Mix,
-    batches,
-    body,
-    drawn,
-)
+from benchmarks.load_client import Load, Servers
+from benchmarks.load_figures import Figures, Spread, break_even, ratio
+from benchmarks.load_requests import REUSE, REUSE_OFF, VLLM_ALONE, Mix
 from benchmarks.own_instruction import Server, running
 from cachecraft_rag.checks import check_number, check_whole
 from cachecraft_rag.cli import options
 from cachecraft_rag.cli.console import out
 from cachecraft_rag.cli.options import numbers, print_json, progress_bar, takes
-from cachecraft_rag.errors import ConfigError, ServerError
+from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.evaluation.intervals import Interval
 from cachecraft_rag.types.progress import Progress
 
-_STORED_S = 60.0  # longest wait for the documents that are stored before
-_LONE = 3  # requests of each kind that are timed alone
 _SENDING = 0.8  # part of a run in which requests are sent; the rest is for the last answers
 _LEAST = 8  # requests of a run
-_FOUND = ("exact", "reused")
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,198 +104,63 @@ class Report:
     left_out: tuple[float, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Servers:
-    """The server that is measured, and vLLM alone, if there is one."""
+@dataclass
+class Measurement:
+    """One measurement of a server, until a deadline on `time.monotonic`."""
 
-    ours: Server
-    alone: Server | None
+    servers: Servers
+    mix: Mix
+    rate: Rate
+    deadline: float
+    progress: Callable[[Progress], None]
 
-    def of(self, side: str) -> Server:
-        """Return the server of a side."""
-        return self.alone if side == VLLM_ALONE and self.alone else self.ours
+    def report(self) -> Report:
+        """Store the documents, find the rate of arrivals, and send the requests of all runs."""
+        load = Load(self.servers, self.mix)
+        self.progress(Progress(0, 1, "documents are stored"))
+        load.store()
+        self.progress(Progress(0, 1, "single requests"))
+        qps = self.rate.qps or self.rate.load / load.lone_s()
+        seconds = (self.deadline - time.monotonic()) / self._run_count
+        count = self.rate.requests or max(_LEAST, int(_SENDING * qps * seconds))
+        runs = self._runs(load, count, qps, seconds)
+        runs.sort(key=lambda run: run.hit_rate)
+        sides = {run.hit_rate: (run.sides[REUSE], run.sides[REUSE_OFF]) for run in runs}
+        left_out = tuple(sorted(set(self.rate.hit_rates) - sides.keys()))
+        model = self.servers.ours.model
+        return Report(model, qps, count, tuple(runs), break_even(sides), left_out)
 
+    @property
+    def _run_count(self) -> int:
+        return 2 * len(self.rate.hit_rates) + (self.servers.alone is not None)
 
-async def _events(client: httpx.AsyncClient, asked: Mapping[str, Any]) -> AsyncIterator[Any]:
-    """Yield the events of a streamed chat completion. Raises ServerError if the server refuses it or fails."""
-    async with client.stream("POST", "/v1/chat/completions", json=asked) as reply:
-        if reply.status_code != 200:
-            text = (await reply.aread()).decode(errors="replace")
-            raise ServerError(f"the server refused a request: {text[:500]}")
-        async for line in reply.aiter_lines():
-            if not line.startswith("data: {"):
-                continue
-            event = json.loads(line.removeprefix("data: "))
-            if "error" in event:
-                raise ServerError(f"a request failed, see the server's log: {event['error']}")
-            yield event
+    def _runs(self, load: Load, count: int, qps: float, seconds: float) -> list[Run]:
+        """Send the requests of all hit rates; without `rate.requests` no pair begins that would end too late."""
+        runs: list[Run] = []
+        done = itertools.count(1)
 
+        def tick(what: str) -> None:
+            self.progress(Progress(next(done), count * self._run_count, what))
 
-async def _answer(
-    client: httpx.AsyncClient, asked: Mapping[str, Any], arrival: Arrival, began: float
-) -> Answered:
-    """Send a request at its time, and read all of its answer."""
-    await asyncio.sleep(max(0.0, began + arrival.at_s - time.perf_counter()))
-    tokens_s: list[float] = []
-    prompt_tokens, name = 0, ""
-    async for event in _events(client, asked):
-        now = time.perf_counter() - began
-        for choice in event["choices"]:
-            tokens_s += [now] * len(choice.get("token_ids") or ())
-        prompt_tokens = (event.get("usage") or {}).get("prompt_tokens", prompt_tokens)
-        name = event["id"]
-    if not tokens_s:
-        raise ServerError("an answer had no token; set --max-model-len higher, or send fewer words")
-    return Answered(arrival.at_s, tuple(tokens_s), prompt_tokens, bool(arrival.documents), name)
-
-
-async def _answers(
-    url: str, asked: Sequence[tuple[Arrival, Mapping[str, Any]]], done: Callable[[], None]
-) -> list[Answered]:
-    limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as client:
-        began = time.perf_counter()
-
-        async def answer(arrival: Arrival, body_of_it: Mapping[str, Any]) -> Answered:
-            answered = await _answer(client, body_of_it, arrival, began)
-            done()
-            return answered
-
-        async with asyncio.TaskGroup() as tasks:
-            started = [tasks.create_task(answer(*one)) for one in asked]
-    return [task.result() for task in started]
-
-
-class Load:
-    """Sends requests to the servers."""
-
-    def __init__(self, servers: Servers, mix: Mix) -> None:
-        self._servers = servers
-        self._mix = mix
-        self._runs = 0
-        # documents that are new to a server that other runs have asked, too
-        self._new = secrets.token_hex(4)
-
-    def send(
-        self, side: str, arrivals: Sequence[Arrival], done: Callable[[], None] = lambda: None
-    ) -> list[Answered]:
-        """Send each request at its time; return all answers once the server is idle again."""
-        server = self._servers.of(side)
-        self._runs += 1
-        salt = f"{self._new}-{self._runs}"
-        asked = [(arrival, self._body(server, arrival, side, salt)) for arrival in arrivals]
-        try:
-            answered = asyncio.run(_answers(server.url, asked, done))
-        except* (httpx.HTTPError, ServerError) as errors:
-            first = errors.exceptions[0]
-            raise ServerError(f"{server.url}: {first or type(first).__name__}") from first
-        server.become_idle()
-        return answered
-
-    def _body(self, server: Server, arrival: Arrival, side: str, salt: str) -> dict[str, Any]:
-        own: dict[str, Any] = {"model": server.model}
-        if server.is_vllm:
-            own["ignore_eos"] = True
-        return own | body(arrival, side, self._mix, salt=salt)
-
-    def store(self) -> None:
-        """Ask about the documents that are to be stored. Raises ServerError if the server does not store them."""
-        texts = self._mix.stored()
-        for number, documents in enumerate(batches(texts, self._mix.chunks)):
-            self.send(REUSE, [Arrival(0.0, f"What are the notes about? ({number})", documents)])
-        deadline = time.monotonic() + _STORED_S
-        while held := [text for text in texts if text not in self._held(texts)]:
-            if time.monotonic() > deadline:
-                raise ServerError(
-                    f"the server has stored {len(texts) - len(held)} of {len(texts)} documents: its log and "
-                    "cachecraft_captures_total in /metrics say why"
+        for hit_rate in self.rate.hit_rates:
+            is_late = time.monotonic() > self.deadline - 2 * seconds
+            if runs and self.rate.requests is None and is_late:
+                break
+            figures_of = {
+                side: load.measured(
+                    side, count, qps, hit_rate, partial(tick, f"{side}, hit rate {hit_rate:g}")
                 )
-            time.sleep(0.5)
+                for side in self._order(len(runs))
+            }
+            ttft_ratio = ratio(figures_of[REUSE], figures_of[REUSE_OFF])
+            runs.append(Run(hit_rate, figures_of, ttft_ratio))
+        return runs
 
-    def _held(self, texts: Sequence[str]) -> set[str]:
-        asked = {"documents": [{"text": text} for text in texts]}
-        reply = httpx.post(f"{self._servers.ours.url}/v1/cachecraft/holds", json=asked, timeout=60)
-        reply.raise_for_status()
-        chunks = reply.json()["chunks"]
-        return {text for text, chunk in zip(texts, chunks, strict=True) if chunk["tokens"]}
-
-    def lone_s(self) -> float:
-        """Return the mean seconds of a request that is alone, with reuse off."""
-        share = self._mix.documents_share
-        documents = tuple(self._mix.stored()[: self._mix.chunks])
-        seconds = {}
-        for kind in (documents, ()):
-            times = []
-            for number in range(_LONE + 1):
-                arrival = Arrival(0.0, f"What is number {number} about?", kind)
-                times.append(self.send(REUSE_OFF, [arrival])[0].tokens_s[-1])
-            seconds[bool(kind)] = statistics.mean(times[1:])  # the first one warms up
-        return share * seconds[True] + (1 - share) * seconds[False]
-
-    def measured(
-        self, side: str, count: int, qps: float, hit_rate: float, done: Callable[[], None]
-    ) -> Figures:
-        """Return the figures of one run."""
-        new = f"{self._new}-{hit_rate:g}"
-        arrivals = drawn(self._mix, count, qps, hit_rate, new=new)
-        answered = self.send(side, arrivals, done)
-        found, left = self._found(answered) if side == REUSE else (0.0, 0)
-        return figures(answered, found_share=found, left_to_vllm=left)
-
-    def _found(self, answered: Sequence[Answered]) -> tuple[float, int]:
-        """Return the share of documents from chunk-caches, and the number of requests left to vLLM."""
-        outcomes = []
-        left = 0
-        for answer in answered:
-            if not answer.with_documents:
-                continue
-            url = f"{self._servers.ours.url}/v1/cachecraft/requests/{answer.request_id}"
-            reply = httpx.get(url, timeout=60)
-            reply.raise_for_status()
-            chunks = reply.json()["stats"]["chunks"]
-            outcomes += [chunk["outcome"] in _FOUND for chunk in chunks]
-            left += any(chunk["reason_code"] == "left_to_server" for chunk in chunks)
-        return sum(outcomes) / max(len(outcomes), 1), left
-
-
-def measure(servers: Servers, mix: Mix, rate: Rate, progress: Callable[[Progress], None]) -> Report:
-    """Store the documents, find the rate of arrivals, and send the requests of all runs."""
-    deadline = time.monotonic() + 60.0 * rate.minutes
-    load = Load(servers, mix)
-    progress(Progress(0, 1, "documents are stored"))
-    load.store()
-    progress(Progress(0, 1, "single requests"))
-    qps = rate.qps or rate.load / load.lone_s()
-    sides = [REUSE, REUSE_OFF]
-    count_runs = len(rate.hit_rates) * len(sides) + (servers.alone is not None)
-    seconds = (deadline - time.monotonic()) / count_runs
-    count = rate.requests or max(_LEAST, int(_SENDING * qps * seconds))
-    total = count * count_runs
-    done = 0
-
-    def tick(what: str) -> None:
-        nonlocal done
-        done += 1
-        progress(Progress(done, total, what))
-
-    runs: list[Run] = []
-    for place, hit_rate in enumerate(rate.hit_rates):
-        if runs and rate.requests is None and time.monotonic() > deadline - len(sides) * seconds:
-            break
-        order = sides if place % 2 else sides[::-1]  # each goes first equally often
-        if servers.alone is not None and not runs:
-            order = [VLLM_ALONE, *order]
-        found = {
-            side: load.measured(
-                side, count, qps, hit_rate, lambda s=side: tick(f"{s}, hit rate {hit_rate:g}")
-            )
-            for side in order
-        }
-        runs.append(Run(hit_rate, found, ratio(found[REUSE], found[REUSE_OFF])))
-    runs.sort(key=lambda run: run.hit_rate)
-    crossed = break_even({run.hit_rate: (run.sides[REUSE], run.sides[REUSE_OFF]) for run in runs})
-    left_out = tuple(set(rate.hit_rates) - {run.hit_rate for run in runs})
-    return Report(servers.ours.model, qps, count, tuple(runs), crossed, left_out)
+    def _order(self, place: int) -> list[str]:
+        """Return the sides of a hit rate; each goes first equally often, and vLLM alone is asked once."""
+        order = [REUSE, REUSE_OFF] if place % 2 else [REUSE_OFF, REUSE]
+        with_alone = self.servers.alone is not None and place == 0
+        return [VLLM_ALONE, *order] if with_alone else order
 
 
 @contextmanager
@@ -369,6 +220,7 @@ def main(
     """
     if vllm_server is not None and server is None:
         raise ConfigError("--vllm-server is for a server that runs; name yours with --server")
+    deadline = time.monotonic() + 60.0 * rate.minutes
     options.quiet_libraries()
     mix.stored()  # a mistake is reported before servers start
     with ExitStack() as opened:
@@ -377,7 +229,7 @@ def main(
         else:
             servers = Servers(Server(server), Server(vllm_server) if vllm_server else None)
         show = opened.enter_context(progress_bar("Load", remaining=True))
-        report = measure(servers, mix, rate, show)
+        report = Measurement(servers, mix, rate, deadline, show).report()
     if as_json:
         memory = [
             asdict(row) | {"lost_share": row.lost_share, "at_once": row.at_once}

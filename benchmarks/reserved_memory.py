@@ -1,7 +1,7 @@
 """Concurrency that a vLLM server loses to the GPU memory reserved for fillings, counted without a GPU.
 
-The bytes are those of `cachecraft_rag.vllm.worker.fill_memory`. vLLM's KV cache has the rest of its share of the GPU, the
-weights subtracted; activations and CUDA graphs are left out.
+The bytes are those of `cachecraft_rag.vllm.worker.fill_memory`. vLLM's KV cache has its share of the GPU without the
+weights and these; activations and CUDA graphs are left out.
 """
 
 from __future__ import annotations
