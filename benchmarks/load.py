@@ -15,11 +15,12 @@ from __future__ import annotations
 import itertools
 import math
 import os
+import signal
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -168,6 +169,7 @@ def started(model: str, length: int, dtype: str, *, alone: bool) -> Iterator[Ser
     """Start a server of `cachecraft serve` over vLLM with an empty store, and vLLM alone."""
     from cachecraft_rag.model.demo_model import demo_model_folder
 
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the servers end, too
     folder = str(demo_model_folder()) if model == "demo" else model
     shared = ["--max-model-len", str(length), "--dtype", dtype, "--port", "PORT"]
     logs = Path(tempfile.mkdtemp(prefix="benchmarks-load-"))
@@ -179,7 +181,7 @@ def started(model: str, length: int, dtype: str, *, alone: bool) -> Iterator[Ser
         store = opened.enter_context(tempfile.TemporaryDirectory(prefix="cachecraft-bench-"))
         serve = [program, "serve", folder, "--backend", "vllm", "--store", store, *shared]
         ours = running([*serve, "--", "--enforce-eager"], logs / "ours.log", **idle)
-        servers = Servers(opened.enter_context(ours), None)
+        servers = Servers(opened.enter_context(ours))
         if alone:
             # the command `vllm` of its CPU build does not find its own package
             module = "vllm.entrypoints.openai.api_server"
@@ -227,7 +229,9 @@ def main(
         if server is None:
             servers = opened.enter_context(started(model, length, dtype, alone=alone))
         else:
-            servers = Servers(Server(server), Server(vllm_server) if vllm_server else None)
+            urls = [server, *([vllm_server] if vllm_server else [])]
+            ours, *others = [opened.enter_context(closing(Server(url))) for url in urls]
+            servers = Servers(ours, *others)
         show = opened.enter_context(progress_bar("Load", remaining=True))
         report = Measurement(servers, mix, rate, deadline, show).report()
     if as_json:

@@ -37,7 +37,7 @@ class Servers:
     """The server that is measured, and vLLM alone, if there is one."""
 
     ours: Server
-    alone: Server | None
+    alone: Server | None = None
 
     def of(self, side: str) -> Server:
         """Return the server of a side."""

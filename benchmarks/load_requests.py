@@ -30,12 +30,12 @@ class Mix:
     seed             seed of arrivals and draws
     """
 
-    documents_share: float = 0.4
+    documents_share: float = 0.5
     chunks: int = 5
     words: int = 150
     pool: int = 20
     answer_tokens: int = 8
-    others_tokens: int = 48
+    others_tokens: int = 32
     seed: int = 0
 
     def __post_init__(self) -> None:

@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -100,6 +100,10 @@ class Server:
         self.become_idle()
         return seconds, self.metric("vllm:prefix_cache_hits_total") - hits, answer.json()
 
+    def close(self) -> None:
+        """Close the connections to it; it runs on."""
+        self._client.close()
+
     def become_idle(self) -> None:
         """Wait until nothing runs and no capture has been stored for a second."""
         since = time.monotonic()
@@ -136,7 +140,8 @@ def running(command: Sequence[str], log: Path, **environment: str) -> Iterator[S
                 if process.poll() is not None:
                     raise SystemExit(f"a server ended before it was ready: see {log}")
                 time.sleep(1)
-            yield Server(url)
+            with closing(Server(url)) as server:
+                yield server
         finally:
             process.terminate()
 
