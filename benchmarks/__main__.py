@@ -40,6 +40,7 @@ COMMANDS = {
     "quality-target": "A quality target on a stream of questions, against fixed recompute ratios",
     "queue-preloading": "Times of requests that wait, with and without loading for the whole queue",
     "request-costs": "Launches, copies, waits and steps of one request over vLLM, and the time of Python",
+    "reserved-memory": "Memory reserved for filling prompts on GPUs, and the requests at once that it costs",
     "rows": "What each recomputed row buys, in right answers, divergence and time",
     "same-answers": "The same answers and statistics as another checkout, on 200 requests",
     "scale": "Retrieval, look-up and planning as the number of chunks grows",

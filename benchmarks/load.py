@@ -235,16 +235,11 @@ def main(
         show = opened.enter_context(progress_bar("Load", remaining=True))
         report = Measurement(servers, mix, rate, deadline, show).report()
     if as_json:
-        memory = [
-            asdict(row) | {"lost_share": row.lost_share, "at_once": row.at_once}
-            for row in reserved_memory.rows()
-        ]
-        print_json(
-            asdict(report) | {"mix": asdict(mix), "settings": asdict(rate), "memory": memory}
-        )
+        settings = {"mix": asdict(mix), "settings": asdict(rate)}
+        print_json(asdict(report) | settings | {"memory": reserved_memory.as_plain()})
         return
     print_report(report)
-    print_memory()
+    reserved_memory.print_table()
 
 
 def print_report(report: Report) -> None:
@@ -294,29 +289,6 @@ def print_report(report: Report) -> None:
         out.print(
             f"No time for hit rates {', '.join(map(str, sorted(report.left_out)))}: raise --minutes."
         )
-
-
-def print_memory() -> None:
-    """Print what fillings reserve on GPUs."""
-    table = Table(
-        f"server, GPUs of {reserved_memory.GPU_BYTES // reserved_memory.GB} GB",
-        "context",
-        "reserved",
-        "of vLLM's KV cache",
-        "longest prompts at once, without and with it",
-        "longest prompt that is filled",
-    )
-    for row in reserved_memory.rows():
-        without, with_it = row.at_once
-        table.add_row(
-            row.server,
-            f"{row.context:,}",
-            f"{row.reserved / reserved_memory.GB:.1f} GB",
-            f"{row.lost_share:.0%}",
-            f"{without:.1f}, {with_it:.1f}",
-            "any" if row.longest is None else f"{row.longest:,}",
-        )
-    out.print(table)
 
 
 def _seconds(spread: Spread) -> str:

@@ -7,11 +7,16 @@ weights and these; activations and CUDA graphs are left out.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from types import SimpleNamespace
 from typing import Any
 
+from rich.table import Table
+
 from benchmarks.gpu import LLAMA_8B
+from cachecraft_rag.cli import options
+from cachecraft_rag.cli.console import out
+from cachecraft_rag.cli.options import print_json
 from cachecraft_rag.types.kv_layout import KVLayout
 from cachecraft_rag.vllm.served_model import ModelIdentity
 from cachecraft_rag.vllm.settings import ConnectorSettings
@@ -110,6 +115,50 @@ def rows() -> Iterator[Reserved]:
     for server in SERVERS:
         for context in CONTEXTS:
             yield reserved(server, context)
+
+
+def as_plain() -> list[dict[str, Any]]:
+    """Return all rows for JSON."""
+    return [asdict(row) | {"lost_share": row.lost_share, "at_once": row.at_once} for row in rows()]
+
+
+def cells(row: Reserved) -> list[str]:
+    """Return a row as in the table: `COLUMNS`."""
+    without, with_it = row.at_once
+    return [
+        row.server,
+        f"{row.context:,}",
+        f"{row.reserved / GB:.1f} GB",
+        f"{row.lost_share:.2f}",
+        f"{without:.1f} → {with_it:.1f}",
+        "any" if row.longest is None else f"{row.longest:,}",
+    ]
+
+
+COLUMNS = (
+    f"server, GPUs of {GPU_BYTES // GB} GB",
+    "longest prompt",
+    "reserved on each",
+    "share of the KV cache",
+    "longest prompts at once, without → with it",
+    "longest prompt that is filled",
+)
+
+
+def print_table() -> None:
+    """Print all rows."""
+    table = Table(*COLUMNS)
+    for row in rows():
+        table.add_row(*cells(row))
+    out.print(table)
+
+
+def main(as_json: options.Json = False) -> None:
+    """Memory that is reserved for filling prompts on GPUs, and the requests at once that it costs; needs no GPU."""
+    if as_json:
+        print_json(as_plain())
+    else:
+        print_table()
 
 
 def _weights(shape: Mapping[str, int], head_dim: int) -> int:

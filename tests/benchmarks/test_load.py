@@ -164,6 +164,12 @@ def test_memory_reserved_on_gpus_costs_concurrency() -> None:
     assert row.free == pytest.approx(0.9 * 80e9 - weights, rel=0.001)
 
 
+def test_the_results_have_the_memory_as_it_is_counted() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "results" / "speed.md").read_text("utf-8")
+    for row in reserved_memory.rows():
+        assert f"| {' | '.join(reserved_memory.cells(row))} |" in page
+
+
 @pytest.fixture
 def server(tiny_decoder: Callable[..., Decoder], tmp_path: Path) -> Iterator[str]:
     """Address of a server without vLLM."""
