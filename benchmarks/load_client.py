@@ -78,10 +78,14 @@ async def _answer(
 
 
 async def _answers(
-    url: str, asked: Sequence[tuple[Arrival, Mapping[str, Any]]], done: Callable[[], None]
+    server: Server, asked: Sequence[tuple[Arrival, Mapping[str, Any]]], done: Callable[[], None]
 ) -> list[Answered]:
-    limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as client:
+    async with httpx.AsyncClient(
+        base_url=server.url,
+        headers=server.headers,
+        timeout=600,
+        limits=httpx.Limits(max_connections=None),
+    ) as client:
         began = time.perf_counter()
 
         async def answer(arrival: Arrival, body_of_it: Mapping[str, Any]) -> Answered:
@@ -113,7 +117,7 @@ class Load:
         salt = f"{self._new}-{self._runs}"
         asked = [(arrival, self._body(server, arrival, side, salt)) for arrival in arrivals]
         try:
-            answered = asyncio.run(_answers(server.url, asked, done))
+            answered = asyncio.run(_answers(server, asked, done))
         except* (httpx.HTTPError, ServerError) as errors:
             first = errors.exceptions[0]
             raise ServerError(f"{server.url}: {first or type(first).__name__}") from first
@@ -142,9 +146,7 @@ class Load:
 
     def _held(self, texts: Sequence[str]) -> set[str]:
         asked = {"documents": [{"text": text} for text in texts]}
-        reply = httpx.post(f"{self._servers.ours.url}/v1/cachecraft/holds", json=asked, timeout=60)
-        reply.raise_for_status()
-        chunks = reply.json()["chunks"]
+        chunks = self._servers.ours.post("/v1/cachecraft/holds", asked)["chunks"]
         return {text for text, chunk in zip(texts, chunks, strict=True) if chunk["tokens"]}
 
     def lone_s(self) -> float:
@@ -177,10 +179,8 @@ class Load:
         for answer in answered:
             if not answer.with_documents:
                 continue
-            url = f"{self._servers.ours.url}/v1/cachecraft/requests/{answer.request_id}"
-            reply = httpx.get(url, timeout=60)
-            reply.raise_for_status()
-            chunks = reply.json()["stats"]["chunks"]
+            report = self._servers.ours.get(f"/v1/cachecraft/requests/{answer.request_id}")
+            chunks = report["stats"]["chunks"]
             outcomes += [chunk["outcome"] in _FOUND for chunk in chunks]
             left += any(chunk["reason_code"] == "left_to_server" for chunk in chunks)
         return sum(outcomes) / max(len(outcomes), 1), left

@@ -76,11 +76,17 @@ def drawn(mix: Mix, count: int, qps: float, hit_rate: float, *, new: str) -> lis
 
     The number of requests with documents, and of documents that are stored, is the nearest to their shares; dice choose
     which. With a higher hit rate the same documents are stored and further ones; times and questions stay. Documents
-    that are not stored begin with `new` and a number, and each occurs once.
+    that are not stored begin with `new` and a number, and each occurs once. Raises ConfigError if no request has
+    documents.
     """
+    count_documents = round(mix.documents_share * count)
+    if not count_documents:
+        raise ConfigError(
+            f"none of {count} requests has documents; raise --documents-share or --requests"
+        )
     dice = random.Random(mix.seed)
     times = arrivals(count, qps, seed=mix.seed)
-    with_documents = sorted(dice.sample(range(count), round(mix.documents_share * count)))
+    with_documents = sorted(dice.sample(range(count), count_documents))
     stored = mix.stored()
     texts = [dice.sample(stored, mix.chunks) for _ in with_documents]
     places = [(request, place) for request in range(len(texts)) for place in range(mix.chunks)]

@@ -77,12 +77,14 @@ class Server:
 
     def __init__(self, url: str) -> None:
         self.url = url
-        self._client = httpx.Client(base_url=url, timeout=None)
+        key = os.environ.get("CACHECRAFT_API_KEY")
+        self.headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._client = httpx.Client(base_url=url, timeout=None, headers=self.headers)
 
     @cached_property
     def model(self) -> str:
         """Name under which it serves the model."""
-        return str(self._client.get("/v1/models").json()["data"][0]["id"])
+        return str(self.get("/v1/models")["data"][0]["id"])
 
     @cached_property
     def is_vllm(self) -> bool:
@@ -99,6 +101,14 @@ class Server:
         answer.raise_for_status()
         self.become_idle()
         return seconds, self.metric("vllm:prefix_cache_hits_total") - hits, answer.json()
+
+    def get(self, path: str) -> Any:
+        """Return the JSON of a path."""
+        return self._client.get(path).raise_for_status().json()
+
+    def post(self, path: str, body: Mapping[str, object]) -> Any:
+        """Return the JSON of a reply."""
+        return self._client.post(path, json=body).raise_for_status().json()
 
     def close(self) -> None:
         """Close the connections to it; it runs on."""

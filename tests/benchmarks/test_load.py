@@ -73,6 +73,11 @@ def test_a_mix_that_cannot_be_is_refused(wrong: dict[str, Any], message: str) ->
         Mix(**wrong).stored()
 
 
+def test_requests_without_any_document_are_refused() -> None:
+    with pytest.raises(ConfigError, match="raise --documents-share"):
+        drawn(Mix(documents_share=0.1), 4, 1.0, 0.0, new="x")
+
+
 def test_all_sides_are_asked_the_same() -> None:
     (arrival,) = [one for one in drawn(MIX, 2, 1.0, 1.0, new="x") if one.documents]
     asked = {side: body(arrival, side, MIX, salt="s") for side in (REUSE, REUSE_OFF, VLLM_ALONE)}
