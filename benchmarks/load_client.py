@@ -104,17 +104,15 @@ class Load:
     def __init__(self, servers: Servers, mix: Mix) -> None:
         self._servers = servers
         self._mix = mix
-        self._runs = 0
-        # documents that are new to a server that other runs have asked, too
-        self._new = secrets.token_hex(4)
+        # hit rate → series of documents that are new to the server, also if others have measured it
+        self._new: dict[float, str] = {}
 
     def send(
         self, side: str, arrivals: Sequence[Arrival], done: Callable[[], None] = lambda: None
     ) -> list[Answered]:
         """Send each request at its time; return all answers once the server is idle again."""
         server = self._servers.of(side)
-        self._runs += 1
-        salt = f"{self._new}-{self._runs}"
+        salt = secrets.token_hex(4)
         asked = [(arrival, self._body(server, arrival, side, salt)) for arrival in arrivals]
         try:
             answered = asyncio.run(_answers(server, asked, done))
@@ -166,7 +164,7 @@ class Load:
         self, side: str, count: int, qps: float, hit_rate: float, done: Callable[[], None]
     ) -> Figures:
         """Return the figures of one run."""
-        new = f"{self._new}-{hit_rate:g}"
+        new = self._new.setdefault(hit_rate, secrets.token_hex(4))
         arrivals = drawn(self._mix, count, qps, hit_rate, new=new)
         answered = self.send(side, arrivals, done)
         found, left = self._found(answered) if side == REUSE else (0.0, 0)

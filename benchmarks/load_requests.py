@@ -15,6 +15,7 @@ from cachecraft_rag.errors import ConfigError
 REUSE = "reuse"
 REUSE_OFF = "reuse off"
 VLLM_ALONE = "vLLM alone"
+_STORED = "5c3a91e7"  # series of the documents that are stored before
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +50,23 @@ class Mix:
                 f"{self.pool} documents are too few for {self.chunks} in each request; raise --pool"
             )
 
-    def stored(self) -> list[str]:
-        """Return the documents that are stored before. Raises ConfigError if the sample text is too short."""
+    def texts(self) -> list[str]:
+        """Return the texts that documents are made of. Raises ConfigError if the sample text is too short."""
         texts = pool(self.words)
         if len(texts) < self.pool:
             raise ConfigError(
                 f"the sample text has {len(texts)} documents of {self.words} words; lower --pool or --words"
             )
         return random.Random(self.seed).sample(texts, self.pool)
+
+    def stored(self) -> list[str]:
+        """Return the documents that are stored before."""
+        return [document(_STORED, number, text) for number, text in enumerate(self.texts())]
+
+
+def document(series: str, number: int, text: str) -> str:
+    """Return a document that differs from all others; documents of all series have about as many tokens."""
+    return f"Note {series}-{number:03}. {text}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +86,7 @@ def drawn(mix: Mix, count: int, qps: float, hit_rate: float, *, new: str) -> lis
 
     The number of requests with documents, and of documents that are stored, is the nearest to their shares; dice choose
     which. With a higher hit rate the same documents are stored and further ones; times and questions stay. Documents
-    that are not stored begin with `new` and a number, and each occurs once. Raises ConfigError if no request has
+    that are not stored are the series `new`, and each occurs once. Raises ConfigError if no request has
     documents.
     """
     count_documents = round(mix.documents_share * count)
@@ -87,13 +97,22 @@ def drawn(mix: Mix, count: int, qps: float, hit_rate: float, *, new: str) -> lis
     dice = random.Random(mix.seed)
     times = arrivals(count, qps, seed=mix.seed)
     with_documents = sorted(dice.sample(range(count), count_documents))
-    stored = mix.stored()
-    texts = [dice.sample(stored, mix.chunks) for _ in with_documents]
-    places = [(request, place) for request in range(len(texts)) for place in range(mix.chunks)]
+    texts = mix.texts()
+    chosen = [dice.sample(range(mix.pool), mix.chunks) for _ in with_documents]
+    places = [(request, place) for request in range(len(chosen)) for place in range(mix.chunks)]
     dice.shuffle(places)
-    for number, (request, place) in enumerate(places[round(hit_rate * len(places)) :]):
-        texts[request][place] = f"Note {new}-{number}. {texts[request][place]}"
-    documents = dict(zip(with_documents, map(tuple, texts), strict=True))
+    new_number = {where: n for n, where in enumerate(places[round(hit_rate * len(places)) :])}
+    stored = mix.stored()
+
+    def document_at(request: int, place: int) -> str:
+        index = chosen[request][place]
+        number = new_number.get((request, place))
+        return stored[index] if number is None else document(new, number, texts[index])
+
+    documents = {
+        number: tuple(document_at(request, place) for place in range(mix.chunks))
+        for request, number in enumerate(with_documents)
+    }
     return [_arrival(number, at_s, documents.get(number, ())) for number, at_s in enumerate(times)]
 
 
