@@ -1,343 +1,303 @@
-"""Loading: the share of the disk's speed that reads reach, and of the loading time that layer-wise loading hides.
+"""Requests that arrive at random at a server: other users' tokens, times to the first token, break-even hit rate.
 
-From memory and from disk, by a request that comes first, or behind another one while whose prefill it loads
-(Cache-Craft Fig. 29).
+Two kinds of requests are mixed: those with documents, a share of which is stored (the hit rate), and other users' plain
+ones, whose tokens are timed while the prompts of the former are filled. For each hit rate the same requests are sent at
+the same times (Poisson) with reuse, and with reuse off at the same server; once also to vLLM without this package.
+
+    python -m benchmarks load --minutes 9 --json > load.json
+
+starts `cachecraft serve demo` over vLLM (`--enforce-eager`, nothing made in idle time), and vLLM alone. A server that
+runs is measured with `--server`. On a CPU the servers and this client share the cores.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
-import re
-import statistics
-import subprocess
+import signal
+import sys
 import tempfile
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, get_args
+from typing import Annotated
 
-import torch
 import typer
 from rich.table import Table
 
-from benchmarks.first_token import QUESTION, chunks_of, drop_page_cache
+from benchmarks import reserved_memory
+from benchmarks.load_client import Load, Servers
+from benchmarks.load_figures import Figures, Spread, break_even, ratio
+from benchmarks.load_requests import REUSE, REUSE_OFF, VLLM_ALONE, Mix
+from benchmarks.own_instruction import Server, running
+from cachecraft_rag.checks import check_number, check_whole
 from cachecraft_rag.cli import options
 from cachecraft_rag.cli.console import out
-from cachecraft_rag.cli.options import print_json, progress_bar
-from cachecraft_rag.compute.balance.speed import ComputeSpeed
-from cachecraft_rag.engine.engine import Engine
-from cachecraft_rag.model.decoder import Decoder
-from cachecraft_rag.observability.stats import RequestStats
-from cachecraft_rag.planning.config import Loading, ReuseConfig, ReuseMethod
-from cachecraft_rag.serving.priming import Primer
-from cachecraft_rag.serving.sampling import SamplingParams
-from cachecraft_rag.store import ChunkCacheStore
-from cachecraft_rag.store.files.disk import DiskTier
-from cachecraft_rag.types.documents import Chunk
+from cachecraft_rag.cli.options import numbers, print_json, progress_bar, takes
+from cachecraft_rag.errors import ConfigError
+from cachecraft_rag.evaluation.intervals import Interval
 from cachecraft_rag.types.progress import Progress
-from cachecraft_rag.types.variants import LoadedVariant, Variant
 
-_LOAD_SHARE = 0.4
-_LOADINGS: tuple[Loading, ...] = get_args(Loading)
-_AHEAD_S = 0.02  # that the other request begins before
-_RATIO = 0.15  # recompute ratio of the moved chunks while their layers are being loaded
+_SENDING = 0.8  # part of a run in which requests are sent; the rest is for the last answers
+_LEAST = 8  # requests of a run
 
 
-@dataclass(frozen=True)
-class LoadReport:
-    """Medians over the pairs, in seconds. Files are always read cold (page cache dropped).
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """How fast requests arrive, and how many.
 
-    disk_fraction_of_raw  our bytes per second / those of dd on the same files with the same block size
-    disk_mb_s, raw_mb_s   the two rates; ours ends with verified tensors in memory
-    block_bytes           block size of both: one layer of one chunk
-    layerwise_hidden      (whole_s - layerwise_s) / the most that can be hidden: the shorter of load_s and the time to
-                          compute all layers but one
-    whole_s               time to the first token if everything is loaded before computing starts
-    layerwise_s           the same if each layer is loaded just before it is computed
-    cake_s                the same with overlapped prefill, which may also compute stored chunks instead of loading them
-    host_s                the same from memory
-    queue_s               how long another request's prefill holds up the next three
-    queued                by way of loading: the time from its turn to the first token
-    load_s                the part of whole_s that waits for loading
-    read_mb_s_limit       limit of reading during these times; None = no limit
+    rates     hit rates, comma-separated
+    load      requests a second, as a share of what the server answers one at a time with reuse off
+    qps       requests a second of both kinds, in place of --load
+    requests  requests of each run; as many as fit into --minutes without it
+    minutes   time for everything; hit rates that would begin later are left out
     """
 
-    disk_fraction_of_raw: float
-    layerwise_hidden: float
-    disk_mb_s: float
-    raw_mb_s: float
-    block_bytes: int
-    files_mb: float
-    whole_s: float
-    layerwise_s: float
-    cake_s: float
-    host_s: float
-    queue_s: float
-    queued: dict[str, float]
-    load_s: float
-    pairs: int
-    prompt_tokens: int
-    read_mb_s_limit: float | None
-    codec: str
+    rates: str = "0,1,0.5,0.25,0.75"
+    load: float = 0.8
+    qps: float | None = None
+    requests: int | None = None
+    minutes: float = 6.0
+
+    def __post_init__(self) -> None:
+        """Check the ranges; raises ConfigError."""
+        check_number("load", self.load)
+        check_number("minutes", self.minutes)
+        if self.requests is not None:
+            check_whole("requests", self.requests, least=2)
+        if not all(0.0 <= rate <= 1.0 for rate in self.hit_rates) or self.load == 0.0:
+            raise ConfigError("hit rates must be from 0 to 1, and the load above 0")
+
+    @property
+    def hit_rates(self) -> tuple[float, ...]:
+        """The hit rates, each once."""
+        return tuple(dict.fromkeys(numbers(self.rates)))
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Figures of the sides at one hit rate; `ratio` is the mean TTFT with reuse as a share of that with reuse off."""
+
+    hit_rate: float
+    sides: Mapping[str, Figures]
+    ratio: Interval
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """All runs.
+
+    qps         requests a second
+    requests    requests of each run
+    break_even  hit rate from which on reuse is not slower; infinite if it always is
+    left_out    hit rates for which there was no time
+    """
+
     model: str
-    dtype: str
-    threads: int
+    qps: float
+    requests: int
+    runs: tuple[Run, ...]
+    break_even: Interval
+    left_out: tuple[float, ...]
 
 
-@dataclass(frozen=True)
-class LoadSettings:
-    """`chunks` chunks of `chunk_tokens` tokens, stored with `codec`.
+@dataclass
+class Measurement:
+    """One measurement of a server, until a deadline on `time.monotonic`."""
 
-    mb_per_s  limit of reading for the times to the first token; infinite = no limit. None = loading takes 0.4 of the
-              computing time, because a much shorter load would be lost in the noise of computing
-    queue_chunks  chunks of the prompt that is computed before
-    nearest_share see `ReuseConfig`; 0 never recomputes the last chunk in full
-    """
+    servers: Servers
+    mix: Mix
+    rate: Rate
+    deadline: float
+    progress: Callable[[Progress], None]
 
-    chunks: int = 8
-    chunk_tokens: int = 400
-    codec: str = "raw"
-    mb_per_s: float | None = None
-    pairs: int = 7
-    queue_chunks: int = 1
-    nearest_share: float = ReuseConfig().nearest_share
+    def report(self) -> Report:
+        """Store the documents, find the rate of arrivals, and send the requests of all runs."""
+        load = Load(self.servers, self.mix)
+        self.progress(Progress(0, 1, "documents are stored"))
+        load.store()
+        self.progress(Progress(0, 1, "single requests"))
+        qps = self.rate.qps or self.rate.load / load.lone_s()
+        seconds = (self.deadline - time.monotonic()) / self._run_count
+        count = self.rate.requests or max(_LEAST, int(_SENDING * qps * seconds))
+        runs = self._runs(load, count, qps, seconds)
+        runs.sort(key=lambda run: run.hit_rate)
+        sides = {run.hit_rate: (run.sides[REUSE], run.sides[REUSE_OFF]) for run in runs}
+        left_out = tuple(sorted(set(self.rate.hit_rates) - sides.keys()))
+        model = self.servers.ours.model
+        return Report(model, qps, count, tuple(runs), break_even(sides), left_out)
 
+    @property
+    def _run_count(self) -> int:
+        return 2 * len(self.rate.hit_rates) + (self.servers.alone is not None)
 
-def run(
-    model: str,
-    settings: LoadSettings,
-    *,
-    dtype: str = "auto",
-    progress: Callable[[Progress], None] = lambda _: None,
-) -> LoadReport:
-    """Measure. Raises ConfigError if the chunks do not fit the model or the sample text."""
-    decoder = Decoder.load(model, dtype=dtype)
-    with tempfile.TemporaryDirectory(prefix="cachecraft-bench-") as folder:
-        bench = _Bench(decoder, Path(folder), settings)
-        progress(Progress(0, settings.pairs, "reads"))
-        ours, raw, block = bench.reads()
-        limit = bench.limit()
-        sides: dict[str, Callable[[], RequestStats]] = {
-            name: partial(bench.ask, name, limit) for name in _LOADINGS
-        }
-        sides |= {
-            f"{name} queued": partial(bench.ask, name, limit, queued=True) for name in _LOADINGS
-        }
-        sides["host"] = partial(bench.ask, "whole", from_memory=True)
-        times: dict[str, list[RequestStats]] = {name: [] for name in sides}
-        for pair in range(settings.pairs):
-            progress(Progress(pair, settings.pairs, ""))
-            turn = pair % len(sides)  # each goes first equally often
-            for name in [*sides][turn:] + [*sides][:turn]:
-                times[name].append(sides[name]())
-    ttft = {
-        name: statistics.median(one.ttft_s - one.queue_s for one in found)
-        for name, found in times.items()
-    }
-    load_s = statistics.median(stats.load_s for stats in times["whole"])
-    layers = decoder.layout.layers
-    hideable = min(load_s, (ttft["whole"] - load_s) * (layers - 1) / layers)
-    return LoadReport(
-        disk_fraction_of_raw=ours / raw,
-        layerwise_hidden=(ttft["whole"] - ttft["layerwise"]) / hideable,
-        disk_mb_s=ours / 1e6,
-        raw_mb_s=raw / 1e6,
-        block_bytes=block,
-        files_mb=bench.nbytes / 1e6,
-        whole_s=ttft["whole"],
-        layerwise_s=ttft["layerwise"],
-        cake_s=ttft["cake"],
-        host_s=ttft["host"],
-        queue_s=statistics.median(
-            one.queue_s for name in _LOADINGS for one in times[f"{name} queued"]
-        ),
-        queued={name: ttft[f"{name} queued"] for name in _LOADINGS},
-        load_s=load_s,
-        pairs=settings.pairs,
-        prompt_tokens=times["whole"][0].tokens_prompt,
-        read_mb_s_limit=limit / 1e6 if limit < math.inf else None,
-        codec=settings.codec,
-        model=decoder.name,
-        dtype=decoder.layout.dtype,
-        threads=torch.get_num_threads(),
-    )
+    def _runs(self, load: Load, count: int, qps: float, seconds: float) -> list[Run]:
+        """Send the requests of all hit rates; without `rate.requests` no pair begins that would end too late."""
+        runs: list[Run] = []
+        done = itertools.count(1)
 
+        def tick(what: str) -> None:
+            self.progress(Progress(next(done), count * self._run_count, what))
 
-class _Bench:
-    """Chunk-caches on disk, each captured behind other neighbours than in the prompt."""
-
-    def __init__(self, decoder: Decoder, folder: Path, settings: LoadSettings) -> None:
-        self._decoder, self._folder, self._settings = decoder, folder, settings
-        self._speed = ComputeSpeed(decoder.keys_per_row)  # shared by all engines of this benchmark
-        self._chunks = chunks_of(decoder, count=settings.chunks, tokens=settings.chunk_tokens)
-        with self._open() as store:
-            engine = self._engine(store)
-            with engine:
-                Primer(engine, window=decoder.context_length).prime(
-                    [*self._chunks[1:], self._chunks[0]]
+        for hit_rate in self.rate.hit_rates:
+            is_late = time.monotonic() > self.deadline - 2 * seconds
+            if runs and self.rate.requests is None and is_late:
+                break
+            figures_of = {
+                side: load.measured(
+                    side, count, qps, hit_rate, partial(tick, f"{side}, hit rate {hit_rate:g}")
                 )
-            store.flush()
-            rows = store.rows(limit=10_000)
-        self._variants: list[Variant] = [row.variant for row in rows]
-        self._tier = DiskTier(folder / "caches" / "variants")
-        self._paths = [
-            self._tier.path(variant.variant_id, variant.created) for variant in self._variants
-        ]
-        self.nbytes = sum(path.stat().st_size for path in self._paths)
-        for loading in _LOADINGS:
-            self.ask(loading)
+                for side in self._order(len(runs))
+            }
+            ttft_ratio = ratio(figures_of[REUSE], figures_of[REUSE_OFF])
+            runs.append(Run(hit_rate, figures_of, ttft_ratio))
+        return runs
 
-    def reads(self) -> tuple[float, float, int]:
-        """Bytes per second of our reads and of dd, and their block size."""
-        block = max(variant.nbytes for variant in self._variants) // self._decoder.layout.layers
-        ours, raw = [], []
-        for _ in range(2 * self._settings.pairs):
-            ours.append(self._timed(self._read_ours))
-            drop_page_cache(self._folder)
-            raw.append(sum(_dd_seconds(path, block) for path in self._paths))
-        return self.nbytes / statistics.median(ours), self.nbytes / statistics.median(raw), block
-
-    def limit(self) -> float:
-        """Limit of reading for the times to the first token, in bytes per second."""
-        if self._settings.mb_per_s is not None:
-            return self._settings.mb_per_s * 1e6
-        stats = [self.ask("whole") for _ in range(3)]
-        return self.nbytes / (
-            _LOAD_SHARE * statistics.median(one.ttft_s - one.load_s for one in stats)
-        )
-
-    def ask(
-        self,
-        loading: Loading,
-        bytes_per_s: float = math.inf,
-        *,
-        queued: bool = False,
-        from_memory: bool = False,
-    ) -> RequestStats:
-        """Answer the question with cold chunk-caches, or with those that an answer before has read."""
-        drop_page_cache(self._folder)
-        config = ReuseConfig(
-            recompute_ratio=_RATIO,
-            nearest_share=self._settings.nearest_share,
-            capture=False,
-            method=ReuseMethod(loading=loading),
-        )
-        with self._open() as store, self._engine(store) as engine:
-            engine.loop.joint.speed = self._speed
-            store.throttle.bytes_per_s = bytes_per_s
-            if from_memory:
-                self._answer(engine, config)
-            if not queued:
-                return self._answer(engine, config)
-            before = self._chunks[: self._settings.queue_chunks]
-            with ThreadPoolExecutor(1) as other:
-                other.submit(self._answer, engine, ReuseConfig(reuse=False, capture=False), before)
-                time.sleep(_AHEAD_S)
-                return self._answer(engine, config)
-
-    def _answer(
-        self, engine: Engine, config: ReuseConfig, chunks: Sequence[Chunk] | None = None
-    ) -> RequestStats:
-        sampling = SamplingParams(max_new_tokens=2)
-        generation = engine.stream(
-            QUESTION, chunks or self._chunks, config=config, sampling=sampling
-        )
-        deque(generation, maxlen=0)
-        return generation.stats
-
-    def _timed(self, read: Callable[[], None]) -> float:
-        drop_page_cache(self._folder)
-        started = time.perf_counter()
-        read()
-        return time.perf_counter() - started
-
-    def _read_ours(self) -> None:
-        for variant in self._variants:
-            assert isinstance(self._tier.read(variant), LoadedVariant), "a file could not be read"
-
-    def _open(self) -> ChunkCacheStore:
-        return ChunkCacheStore.open(self._folder / "caches", codec=self._settings.codec)
-
-    def _engine(self, store: ChunkCacheStore) -> Engine:
-        return Engine(self._decoder, store, best_last=False, new_variants="off")
+    def _order(self, place: int) -> list[str]:
+        """Return the sides of a hit rate; each goes first equally often, and vLLM alone is asked once."""
+        order = [REUSE, REUSE_OFF] if place % 2 else [REUSE_OFF, REUSE]
+        with_alone = self.servers.alone is not None and place == 0
+        return [VLLM_ALONE, *order] if with_alone else order
 
 
-def _dd_seconds(path: Path, block: int) -> float:
-    """Seconds as dd reports them, without the time to start it."""
-    command = ["dd", f"if={path}", "of=/dev/null", f"bs={block}"]
-    said = subprocess.run(
-        command, check=True, capture_output=True, text=True, env={"LC_ALL": "C", "PATH": os.defpath}
-    )
-    found = re.search(r"copied, ([0-9.e-]+) s", said.stderr)
-    assert found is not None, f"dd said: {said.stderr}"
-    return float(found[1])
+@contextmanager
+def started(model: str, length: int, dtype: str, *, alone: bool) -> Iterator[Servers]:
+    """Start a server of `cachecraft serve` over vLLM with an empty store, and vLLM alone."""
+    from cachecraft_rag.model.demo_model import demo_model_folder
+
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the servers end, too
+    folder = str(demo_model_folder()) if model == "demo" else model
+    shared = ["--max-model-len", str(length), "--dtype", dtype, "--port", "PORT"]
+    logs = Path(tempfile.mkdtemp(prefix="benchmarks-load-"))
+    print(f"logs of the servers: {logs}", file=sys.stderr)
+    program = str(Path(sys.executable).with_name("cachecraft"))
+    # what is made in idle time would run into the next side's
+    idle = {"CACHECRAFT_NEW_VARIANTS": os.environ.get("CACHECRAFT_NEW_VARIANTS", "off")}
+    with ExitStack() as opened:
+        store = opened.enter_context(tempfile.TemporaryDirectory(prefix="cachecraft-bench-"))
+        serve = [program, "serve", folder, "--backend", "vllm", "--store", store, *shared]
+        ours = running([*serve, "--", "--enforce-eager"], logs / "ours.log", **idle)
+        servers = Servers(opened.enter_context(ours))
+        if alone:
+            # the command `vllm` of its CPU build does not find its own package
+            module = "vllm.entrypoints.openai.api_server"
+            stock = [sys.executable, "-m", module, "--model", folder, *shared, "--enforce-eager"]
+            plain = running(stock, logs / "alone.log", VLLM_PLUGINS="")
+            servers = replace(servers, alone=opened.enter_context(plain))
+        yield servers
 
 
+@takes(mix=Mix, rate=Rate)
 def main(
-    model: options.Model = "demo",
-    dtype: options.Dtype = "auto",
-    chunks: Annotated[int, typer.Option("--chunks", min=2, help="Chunks in the prompt.")] = 8,
-    chunk_tokens: Annotated[
-        int, typer.Option("--chunk-tokens", min=16, max=1 << 20, help="Length of each.")
-    ] = 400,
-    codec: Annotated[str, typer.Option("--codec", help="raw, int8 or entropy.")] = "raw",
-    mb_per_s: Annotated[
-        float | None,
+    server: Annotated[
+        str | None,
+        typer.Option("--server", help="Address of a running server; without it two are started."),
+    ] = None,
+    vllm_server: Annotated[
+        str | None,
         typer.Option(
-            "--mb-per-s",
-            min=0.1,
-            help="Limit of reading for the times to the first token; inf = no limit.",
-            show_default="loading takes 0.4 of computing",
+            "--vllm-server", help="With --server: address of a vLLM without this package."
         ),
     ] = None,
-    pairs: Annotated[
-        int, typer.Option("--pairs", min=1, help="Runs of each side, alternating.")
-    ] = 7,
-    queue_chunks: Annotated[
-        int,
-        typer.Option("--queue-chunks", min=1, help="Chunks of a prompt that is computed before."),
-    ] = 1,
-    nearest_share: Annotated[
-        float, options.option_of("reuse.nearest_share", min=0.0, max=1.0)
-    ] = ReuseConfig().nearest_share,
-    threads: options.Threads = None,
+    alone: Annotated[
+        bool, typer.Option("--alone/--no-alone", help="Also start vLLM without this package.")
+    ] = True,
+    model: options.Model = "demo",
+    dtype: Annotated[str, typer.Option("--dtype", help="vLLM's dtype.")] = "auto",
+    length: Annotated[
+        int, typer.Option("--max-model-len", min=256, help="vLLM's longest prompt and answer.")
+    ] = 4096,
     as_json: options.Json = False,
+    *,
+    mix: Mix,
+    rate: Rate,
 ) -> None:
-    """Read speed of stored chunk-caches against dd, and the loading time that computing hides."""
-    options.set_threads(threads)
-    with progress_bar("Benchmark") as show:
-        options.quiet_libraries()
-        settings = LoadSettings(
-            chunks, chunk_tokens, codec, mb_per_s, pairs, queue_chunks, nearest_share
-        )
-        report = run(model, settings, dtype=dtype, progress=show)
+    """Other users' tokens, times to the first token, and the hit rate at which reuse breaks even, under load.
+
+    Needs vLLM, unless --server names a server. Counts the memory that is reserved on a GPU, too.
+    """
+    if vllm_server is not None and server is None:
+        raise ConfigError("--vllm-server is for a server that runs; name yours with --server")
+    deadline = time.monotonic() + 60.0 * rate.minutes
+    options.quiet_libraries()
+    mix.stored()  # a mistake is reported before servers start
+    with ExitStack() as opened:
+        if server is None:
+            servers = opened.enter_context(started(model, length, dtype, alone=alone))
+        else:
+            urls = [server, *([vllm_server] if vllm_server else [])]
+            ours, *others = [opened.enter_context(closing(Server(url))) for url in urls]
+            servers = Servers(ours, *others)
+        show = opened.enter_context(progress_bar("Load", remaining=True))
+        report = Measurement(servers, mix, rate, deadline, show).report()
     if as_json:
-        print_json(asdict(report))
+        settings = {"mix": asdict(mix), "settings": asdict(rate)}
+        print_json(asdict(report) | settings | {"memory": reserved_memory.as_plain()})
         return
-    table = Table("what", "measured")
-    table.add_row("our reads, verified", f"{report.disk_mb_s:,.0f} MB/s")
-    table.add_row(f"dd, blocks of {report.block_bytes:,} bytes", f"{report.raw_mb_s:,.0f} MB/s")
-    table.add_row("share of the disk's speed", f"{report.disk_fraction_of_raw:.2f}")
-    limit = f"{report.read_mb_s_limit:,.0f} MB/s" if report.read_mb_s_limit is not None else "none"
-    table.add_row("limit of reading for the rows below", limit)
-    table.add_row(
-        "first token: load, then compute",
-        f"{report.whole_s:.3f} s, {report.load_s:.3f} s of it loading",
+    print_report(report)
+    reserved_memory.print_table()
+
+
+def print_report(report: Report) -> None:
+    """Print a line for each side of each run, then the break-even hit rate."""
+    table = Table(
+        "hit rate",
+        "side",
+        "found",
+        "TTFT p50, p99",
+        "mean ×",
+        "others' TTFT p50, p99",
+        "between their tokens p50, p99",
+        "while filled p50, p99",
+        "longest",
+        "requests/s",
+        "tokens/s",
     )
-    table.add_row("first token: layer by layer", f"{report.layerwise_s:.3f} s")
-    table.add_row("first token: overlapped (Cake)", f"{report.cake_s:.3f} s")
-    table.add_row("first token: from memory", f"{report.host_s:.3f} s")
-    queued = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in report.queued.items())
-    table.add_row(f"the same after {report.queue_s:.2f} s behind another", queued)
-    # a shorter load is lost in the noise of computing
-    clear = report.load_s > 0.03 * report.whole_s
-    table.add_row(
-        "loading time hidden, of what can be hidden",
-        f"{report.layerwise_hidden:.2f}" if clear else "loading too short to measure",
-    )
+    for run in report.runs:
+        for side, found in run.sides.items():
+            with_reuse = side == REUSE
+            interval = run.ratio
+            table.add_row(
+                f"{run.hit_rate:g}",
+                side,
+                f"{found.found_share:.2f}" if with_reuse else "",
+                _seconds(found.ttft),
+                f"{interval.mean:.2f} [{interval.low:.2f}, {interval.high:.2f}]"
+                if with_reuse
+                else "",
+                _seconds(found.others_ttft),
+                _milliseconds(found.between_tokens),
+                _milliseconds(found.while_filled),
+                f"{1e3 * found.longest_s:.0f} ms",
+                f"{found.requests_per_s:.2f}",
+                f"{found.tokens_per_s:.1f}",
+            )
     out.print(table)
+    even = report.break_even
+    out.print(
+        f"{report.model}, {report.requests} requests a run, {report.qps:.2f} a second. Reuse is not slower from a hit "
+        f"rate of {_rate(even.mean)} on (95 %: {_rate(even.low)} to {_rate(even.high)})."
+    )
+    left = sum(run.sides[REUSE].left_to_vllm for run in report.runs)
+    if left:
+        out.print(f"{left} requests with documents were left to vLLM: their notes say why.")
+    if report.left_out:
+        out.print(
+            f"No time for hit rates {', '.join(map(str, sorted(report.left_out)))}: raise --minutes."
+        )
+
+
+def _seconds(spread: Spread) -> str:
+    return f"{spread.p50:.2f}, {spread.p99:.2f} s"
+
+
+def _milliseconds(spread: Spread) -> str:
+    return f"{1e3 * spread.p50:.0f}, {1e3 * spread.p99:.0f} ms"
+
+
+def _rate(rate: float) -> str:
+    return "none" if math.isinf(rate) else f"{rate:.2f}"

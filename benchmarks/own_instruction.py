@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -76,36 +76,56 @@ class Server:
     """A server that runs, with or without chunk-caches."""
 
     def __init__(self, url: str) -> None:
-        self._client = httpx.Client(base_url=url, timeout=None)
+        self.url = url
+        key = os.environ.get("CACHECRAFT_API_KEY")
+        self.headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._client = httpx.Client(base_url=url, timeout=None, headers=self.headers)
 
     @cached_property
     def model(self) -> str:
         """Name under which it serves the model."""
-        return str(self._client.get("/v1/models").json()["data"][0]["id"])
+        return str(self.get("/v1/models")["data"][0]["id"])
+
+    @cached_property
+    def is_vllm(self) -> bool:
+        """True for vLLM, with and without this package."""
+        return "vllm:" in self._client.get("/metrics").text
 
     def ask(self, body: Mapping[str, object]) -> tuple[float, float, dict[str, Any]]:
         """Ask while it is idle; return seconds, prompt tokens in vLLM's own prefix cache, and the answer."""
-        hits = self._metric("vllm:prefix_cache_hits_total")
+        hits = self.metric("vllm:prefix_cache_hits_total")
         asked = {"model": self.model, "max_tokens": 1, "temperature": 0, **body}
         began = time.perf_counter()
         answer = self._client.post("/v1/chat/completions", json=asked)
         seconds = time.perf_counter() - began
         answer.raise_for_status()
-        self._become_idle()
-        return seconds, self._metric("vllm:prefix_cache_hits_total") - hits, answer.json()
+        self.become_idle()
+        return seconds, self.metric("vllm:prefix_cache_hits_total") - hits, answer.json()
 
-    def _become_idle(self) -> None:
+    def get(self, path: str) -> Any:
+        """Return the JSON of a path."""
+        return self._client.get(path).raise_for_status().json()
+
+    def post(self, path: str, body: Mapping[str, object]) -> Any:
+        """Return the JSON of a reply."""
+        return self._client.post(path, json=body).raise_for_status().json()
+
+    def close(self) -> None:
+        """Close the connections to it; it runs on."""
+        self._client.close()
+
+    def become_idle(self) -> None:
         """Wait until nothing runs and no capture has been stored for a second."""
         since = time.monotonic()
         before = -1.0
         while time.monotonic() < since + _QUIET_S:
-            captures = self._metric("cachecraft_captures_total")
-            if any(map(self._metric, _IDLE)) or captures != before:
+            captures = self.metric("cachecraft_captures_total")
+            if any(map(self.metric, _IDLE)) or captures != before:
                 before = captures
                 since = time.monotonic()
             time.sleep(0.1)
 
-    def _metric(self, name: str) -> float:
+    def metric(self, name: str) -> float:
         """Return the sum of a metric; 0 without it."""
         text = self._client.get("/metrics").text
         return sum(map(float, re.findall(rf"^{re.escape(name)}.* (\S+)$", text, re.MULTILINE)))
@@ -130,7 +150,8 @@ def running(command: Sequence[str], log: Path, **environment: str) -> Iterator[S
                 if process.poll() is not None:
                     raise SystemExit(f"a server ended before it was ready: see {log}")
                 time.sleep(1)
-            yield Server(url)
+            with closing(Server(url)) as server:
+                yield server
         finally:
             process.terminate()
 

@@ -60,7 +60,7 @@ def test_cake_reports_each_cell_and_draws_a_figure(
     assert (tmp_path / "cake.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_load_reports_the_share_of_loading_that_is_hidden(
+def test_loading_reports_the_share_of_loading_that_is_hidden(
     model: Path, benchmark_json: Callable[..., Any]
 ) -> None:
     small = (
@@ -75,7 +75,7 @@ def test_load_reports_the_share_of_loading_that_is_hidden(
         "--dtype",
         "float32",
     )
-    report = benchmark_json("load", "--model", model, *small)
+    report = benchmark_json("loading", "--model", model, *small)
     assert report["whole_s"] > report["load_s"] > 0
     assert report["host_s"] > 0 < report["queue_s"]
     assert set(report["queued"]) == {"whole", "layerwise", "cake"}

@@ -62,7 +62,7 @@ def test_commands_do_not_follow_the_default_share_of_the_last_chunk(
         if program == "benchmarks" and "--nearest-share" in benchmark_output(name, "--help"):
             assert "--nearest-share" in arguments, command.name
             named.append(name)
-    assert set(named) == {"batches", "load", "serve", "stream", "ttft"}
+    assert set(named) == {"batches", "loading", "serve", "stream", "ttft"}
 
 
 def test_the_page_holds_the_registry() -> None:
@@ -118,8 +118,8 @@ def test_figures_and_commands_are_chosen_by_name() -> None:
     assert [command.name for command in chosen(["cake/fig5", "cache-craft/fig29", "cake"])] == [
         "cake",
         "cake-codecs",
-        "load",
-        "load-own-core",
+        "loading",
+        "loading-own-core",
     ]
     assert len(chosen([])) == len(registry()[0])
     with pytest.raises(ConfigError, match="nothing can be run"):

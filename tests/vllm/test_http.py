@@ -540,6 +540,16 @@ def test_vllm_s_own_metrics_count_what_was_reused(server: ServerProcess) -> None
     assert moved["hits"] > 0
 
 
+def test_the_dashboard_asks_vllm_for_what_is_there(server: ServerProcess) -> None:
+    server.chat(question="How often is it descaled, and how?")
+    dashboard = Path(__file__).parents[2] / "examples" / "monitoring" / "dashboard.json"
+    names = set(re.findall(r"vllm:\w+", dashboard.read_text()))
+    assert "vllm:inter_token_latency_seconds_bucket" in names
+    text = httpx.get(f"{server.url}/metrics", timeout=60).text
+    there = set(re.findall(r"^vllm:\w+", text, re.MULTILINE))
+    assert names <= there
+
+
 def wait_for_captures(server: ServerProcess, names: set[str]) -> None:
     with ChunkCacheStore.open(server.store / "caches") as caches:
         await_rows(lambda: names <= {row.variant.key.chunk_id for row in caches.rows(limit=1000)})
