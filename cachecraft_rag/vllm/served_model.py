@@ -68,10 +68,12 @@ class VLLMModel(ServedModel):
         from transformers import AutoTokenizer
 
         config = config_of(name)
+        text = config.get_text_config()
         reason = None if options is None else refusal(config, options)
         if reason is not None:
             raise reason.error(name)
-        used = dtype if dtype != "auto" else str(config.dtype or "float32").removeprefix("torch.")
+        own = str(config.dtype or text.dtype or "float32").removeprefix("torch.")
+        used = dtype if dtype != "auto" else own
         with loading(name) as source:
             tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
             folder = snapshot_folder(source, revision=getattr(config, "_commit_hash", None))
@@ -96,8 +98,8 @@ class VLLMModel(ServedModel):
             fingerprint,
             layout_of(config, used),
             context_length_of(config),
-            end_tokens_of(generation, config, tokenizer),
-            {} if options is None else needed_arguments(config.get_text_config()),
+            end_tokens_of(generation, config, text, tokenizer),
+            {} if options is None else needed_arguments(text),
         )
 
     def require_ranks(self, ranks: int) -> None:
