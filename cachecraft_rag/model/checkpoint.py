@@ -116,6 +116,12 @@ def _latent_head_dim(config: PretrainedConfig) -> int | None:
     return max(int(config.qk_nope_head_dim) + int(config.qk_rope_head_dim), int(config.v_head_dim))
 
 
+def own_dtype(config: PretrainedConfig) -> object:
+    """Return the dtype of a checkpoint, or that of its text part; None if its config names neither."""
+    text = config.get_text_config()
+    return getattr(config, "dtype", None) or getattr(text, "dtype", None)
+
+
 def context_length_of(config: PretrainedConfig) -> int:
     """Return `max_position_embeddings`, or the shorter original length of LongRoPE.
 

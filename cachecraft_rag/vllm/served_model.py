@@ -16,6 +16,7 @@ from cachecraft_rag.model.checkpoint import (
     end_tokens_of,
     layout_of,
     loading,
+    own_dtype,
 )
 from cachecraft_rag.model.fingerprint import checkpoint_fingerprint, snapshot_folder
 from cachecraft_rag.server.served_model import ServedModel
@@ -72,7 +73,7 @@ class VLLMModel(ServedModel):
         reason = None if options is None else refusal(config, options)
         if reason is not None:
             raise reason.error(name)
-        own = str(config.dtype or text.dtype or "float32").removeprefix("torch.")
+        own = str(own_dtype(config) or "float32").removeprefix("torch.")
         used = dtype if dtype != "auto" else own
         with loading(name) as source:
             tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
