@@ -12,15 +12,21 @@ import contextlib
 import gc
 import os
 import random
+import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated, Any
+from unittest.mock import patch
 
 import torch
 import transformers
 import typer
+from safetensors.torch import load_file, save_file
 from transformers import PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -202,20 +208,163 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+# the parts of torchvision that code for images imports
+_TORCHVISION = (
+    "io",
+    "transforms",
+    "transforms.functional",
+    "transforms.v2",
+    "transforms.v2.functional",
+)
 _CONFIGS = {"Gemma3": "Gemma3Text"}
+_MROPE = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [4, 6, 6]}
+_QWEN_VISION = {
+    "depth": 2,
+    "num_heads": 2,
+    "patch_size": 4,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+}
+_QWEN_TOKENS = {
+    "image_token_id": 261,
+    "video_token_id": 262,
+    "vision_start_token_id": 263,
+    "vision_end_token_id": 264,
+}
+_QWEN3_VISION = {
+    **_QWEN_VISION,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "out_hidden_size": 128,
+    "num_position_embeddings": 16,
+    "deepstack_visual_indexes": [0, 1],
+}
+# Multimodal models by name: the prefix of the classes, the settings of the text part's config besides `_SHAPE`, and
+# those of the whole.
+MULTIMODAL: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "Gemma 3, multimodal": (
+        "Gemma3",
+        {**_WINDOWS, "query_pre_attn_scalar": 32},
+        {
+            "vision_config": {
+                "hidden_size": 32,
+                "intermediate_size": 64,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "image_size": 16,
+                "patch_size": 4,
+            },
+            "mm_tokens_per_image": 4,
+            "boi_token_index": 260,
+            "image_token_index": 261,
+            "eoi_token_index": 262,
+        },
+    ),
+    "Mistral Small 3, multimodal": (
+        "Mistral3",
+        {"model_type": "mistral", "sliding_window": None},
+        {
+            "vision_config": {
+                "model_type": "pixtral",
+                "hidden_size": 32,
+                "intermediate_size": 64,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "image_size": 16,
+                "patch_size": 4,
+            },
+            "image_token_index": 261,
+            "spatial_merge_size": 2,
+        },
+    ),
+    "Qwen2-VL": (
+        "Qwen2VL",
+        {"rope_parameters": _MROPE},
+        {
+            **_QWEN_TOKENS,
+            "vision_config": {**_QWEN_VISION, "embed_dim": 32, "hidden_size": 128},
+        },
+    ),
+    "Qwen2.5-VL": (
+        "Qwen2_5_VL",
+        {"rope_parameters": _MROPE},
+        {
+            **_QWEN_TOKENS,
+            "vision_config": {
+                **_QWEN_VISION,
+                "hidden_size": 32,
+                "intermediate_size": 64,
+                "out_hidden_size": 128,
+                "fullatt_block_indexes": [1],
+                "window_size": 16,
+            },
+        },
+    ),
+    "Qwen3-VL": (
+        "Qwen3VL",
+        {"rope_parameters": {**_MROPE, "mrope_interleaved": True}},
+        {**_QWEN_TOKENS, "vision_config": _QWEN3_VISION},
+    ),
+    "Qwen3-VL MoE": (
+        "Qwen3VLMoe",
+        {
+            **_EXPERTS,
+            "num_experts": 4,
+            "rope_parameters": {**_MROPE, "mrope_interleaved": True},
+        },
+        {**_QWEN_TOKENS, "vision_config": _QWEN3_VISION},
+    ),
+}
+
+
+@contextlib.contextmanager
+def no_images() -> Iterator[None]:
+    """Return a context in which vLLM serves texts of multimodal models without their image processors.
+
+    vLLM would size their memory by a largest image. Its code imports torchvision, whose wheel on PyPI does not fit
+    vLLM's CPU build: if it is missing, empty modules take its place.
+    """
+    modules: dict[str, ModuleType] = {}
+    if find_spec("torchvision") is None:
+        for name in ("torchvision", *(f"torchvision.{part}" for part in _TORCHVISION)):
+            module = modules[name] = ModuleType(name)
+            module.__spec__ = ModuleSpec(name, None, is_package=True)
+            parent, _, child = name.rpartition(".")
+            if parent:
+                setattr(modules[parent], child, module)
+    with (
+        patch.dict(sys.modules, modules),
+        patch("vllm.multimodal.encoder_budget.get_mm_max_toks_per_item", lambda *_a, **_k: {}),
+    ):
+        yield
 
 
 def config_of(name: str) -> Any:
     """Return the config of a family's tiny model."""
+    if name in MULTIMODAL:
+        return _multimodal_config(*MULTIMODAL[name])
     prefix, settings = FAMILIES[name]
     config_class = getattr(transformers, f"{_CONFIGS.get(prefix, prefix)}Config")
+    return config_class(**(_shape_of(config_class) | settings))
+
+
+def _multimodal_config(prefix: str, text: dict[str, Any], settings: dict[str, Any]) -> Any:
+    config_class = getattr(transformers, f"{prefix}Config")
+    text_class = type(config_class().get_text_config())
+    shape = _shape_of(text_class) | _TIED
+    return config_class(text_config=shape | text, **(_TIED | settings))
+
+
+def _shape_of(config_class: Any) -> dict[str, Any]:
+    """Return the settings of `_SHAPE` that a config has."""
     known = {*config_class().to_dict(), *config_class.attribute_map}
-    shape = {setting: value for setting, value in _SHAPE.items() if setting in known}
-    return config_class(**(shape | settings))
+    return {setting: value for setting, value in _SHAPE.items() if setting in known}
 
 
 def architecture_of(name: str) -> str:
     """Return the architecture of a family, as its checkpoints name it."""
+    if name in MULTIMODAL:
+        return f"{MULTIMODAL[name][0]}ForConditionalGeneration"
     prefix, _ = FAMILIES[name]
     return f"{prefix}ForCausalLM"
 
@@ -236,8 +385,7 @@ def byte_tokenizer() -> Any:
 def save_checkpoint(name: str, folder: Path, tokenizer: Any) -> Path:
     """Save a tiny random model of a family, in float32."""
     torch.manual_seed(0)
-    prefix, _ = FAMILIES[name]
-    model = getattr(transformers, f"{prefix}ForCausalLM")(config_of(name)).float()
+    model = getattr(transformers, architecture_of(name))(config_of(name)).float()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
@@ -246,13 +394,25 @@ def save_checkpoint(name: str, folder: Path, tokenizer: Any) -> Path:
                 parameter.add_(0.2 * torch.randn(parameter.shape))  # norms and sinks differ
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    if name == "Gemma 3, multimodal":
+        _name_weights_as_published(folder / "model.safetensors")
     return folder
+
+
+def _name_weights_as_published(file: Path) -> None:
+    """Give the weights of Gemma 3's images the names of published checkpoints, which vLLM reads."""
+    tensors = load_file(file)
+    named = {
+        name.replace("vision_tower.", "vision_tower.vision_model."): tensor
+        for name, tensor in tensors.items()
+    }
+    save_file(named, file, metadata={"format": "pt"})
 
 
 class _Server:
     """vLLM in this process, with the connector."""
 
-    def __init__(self, folder: Path, store: Path) -> None:
+    def __init__(self, folder: Path, store: Path, **options: Any) -> None:
         from vllm import LLM
 
         served = VLLMModel.load(str(folder), dtype="float32", options=VLLMOptions())
@@ -267,7 +427,7 @@ class _Server:
             "kv_transfer_config": settings.transfer_config(),
             "disable_log_stats": True,
         }
-        self._llm: Any = LLM(model=str(folder), **(given | served.arguments))
+        self._llm: Any = LLM(model=str(folder), **(given | served.arguments | options))
 
     def answer(self, asked: Ask | list[int], tokens: int = ANSWER_TOKENS) -> tuple[list[int], Any]:
         """Return the tokens of a greedy answer, and the prediction of the first one."""

@@ -28,7 +28,7 @@ def chunk_bound_of(name: str) -> ModelTokens:
         config = config_of(name)
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     # configs of models that cannot be served may lack it
-    has_length = hasattr(config, "max_position_embeddings")
+    has_length = hasattr(config.get_text_config(), "max_position_embeddings")
     return ModelTokens.of(
         tokenizer, context_length=context_length_of(config) if has_length else 4 * MODEL_TOKENS
     )
@@ -85,10 +85,11 @@ def _named(error: Exception) -> str:
 
 
 def layout_of(config: PretrainedConfig, dtype: str) -> KVLayout:
-    """Return the layout of a model's chunk-caches, from its Hugging Face config.
+    """Return the layout of a model's chunk-caches, from its Hugging Face config; of its text part if it has others.
 
     Layers may have different heads (Gemma 4): the largest are the layout's, and others are filled with zeros.
     """
+    config = config.get_text_config()
     kv_heads: list[int] = []
     head_dims: list[int] = []
     for layer_config in getattr(config, "per_layer_config", None) or [config]:
@@ -115,6 +116,12 @@ def _latent_head_dim(config: PretrainedConfig) -> int | None:
     return max(int(config.qk_nope_head_dim) + int(config.qk_rope_head_dim), int(config.v_head_dim))
 
 
+def own_dtype(config: PretrainedConfig) -> object:
+    """Return the dtype of a checkpoint, or that of its text part; None if its config names neither."""
+    text = config.get_text_config()
+    return getattr(config, "dtype", None) or getattr(text, "dtype", None)
+
+
 def context_length_of(config: PretrainedConfig) -> int:
     """Return `max_position_embeddings`, or the shorter original length of LongRoPE.
 
@@ -122,6 +129,7 @@ def context_length_of(config: PretrainedConfig) -> int:
     captured on one side of it is wrong on the other. Rejected: a fingerprint for each side, which would capture every
     chunk twice.
     """
+    config = config.get_text_config()
     longest = int(config.max_position_embeddings)
     original = longrope_context(config)
     return longest if original is None else min(longest, original)

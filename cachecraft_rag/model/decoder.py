@@ -31,7 +31,13 @@ from cachecraft_rag.errors import ConfigError, UnsupportedModelError
 from cachecraft_rag.kernels.attention_paths import UNMEASURED
 from cachecraft_rag.kernels.memory import Recycler
 from cachecraft_rag.model.attention_choice import measured_paths
-from cachecraft_rag.model.checkpoint import config_of, context_length_of, end_tokens_of, loading
+from cachecraft_rag.model.checkpoint import (
+    config_of,
+    context_length_of,
+    end_tokens_of,
+    loading,
+    own_dtype,
+)
 from cachecraft_rag.model.chunk_bound import ModelTokens
 from cachecraft_rag.model.fingerprint import (
     checkpoint_fingerprint,
@@ -47,6 +53,7 @@ from cachecraft_rag.model.layer_survey import (
     in_order,
     survey_model,
 )
+from cachecraft_rag.model.text_part import is_multimodal, load_text_part, text_part_refusal
 from cachecraft_rag.types.kv_layout import DTypeName, KVLayout
 
 if TYPE_CHECKING:
@@ -226,11 +233,18 @@ class Decoder:
             # the next lines would not even know its class
             if getattr(config, "is_encoder_decoder", False):
                 raise _refusal(name, config.model_type, _ENCODER_DECODER)
+            reason = text_part_refusal(config) if is_multimodal(config) else ""
+            if reason:
+                raise _refusal(name, config.model_type, reason)
             tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
             with _loading_bars(source):
-                model: Any = AutoModelForCausalLM.from_pretrained(
-                    source, dtype=kind, trust_remote_code=False
-                )
+                model: Any
+                if is_multimodal(config):
+                    model = load_text_part(source, config, kind)
+                else:
+                    model = AutoModelForCausalLM.from_pretrained(
+                        source, dtype=kind, trust_remote_code=False
+                    )
             _refuse_unsupported(model, name)  # before all weights are read once more
             folder = snapshot_folder(source, revision=getattr(config, "_commit_hash", None))
             used = str(next(model.parameters()).dtype).removeprefix("torch.")
@@ -239,7 +253,7 @@ class Decoder:
         if place.type == "cpu":
             decoder.attention_paths = measured_paths(
                 decoder.dtype,
-                heads=config.num_attention_heads,
+                heads=model.config.num_attention_heads,
                 kv_heads=decoder.layout.kv_heads,
                 head_dim=decoder.layout.head_dim,
             )
@@ -438,7 +452,7 @@ def _device(name: str) -> torch.device:
 
 def auto_dtype(config: PretrainedConfig, place: torch.device) -> str:
     """Return the checkpoint's own dtype, such as "float16", but bfloat16 for float32 if the CPU computes it."""
-    own = str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
+    own = str(own_dtype(config) or "float32").removeprefix("torch.")
     return "bfloat16" if own == "float32" and place.type == "cpu" and computes_bfloat16() else own
 
 

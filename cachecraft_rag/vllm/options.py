@@ -59,6 +59,9 @@ class ModelConfig(Protocol):
     served_model_name: object
     hf_config: PretrainedConfig
     hf_text_config: PretrainedConfig
+    supports_multimodal_inputs: bool
+    enable_prompt_embeds: bool
+    mrope_num_dims: int  # positions per token of a multimodal model; 0 if it has one
 
 
 class ParallelConfig(Protocol):

@@ -107,7 +107,7 @@ def missing_arguments(
 
 def _refusals(config: PretrainedConfig, options: VLLMOptions) -> Iterator[Refusal]:
     yield from _of_model(config)
-    yield from _of_positions(config.get_text_config(), options)
+    yield from _of_positions(config, options)
     yield from _of_windows(config.get_text_config(), options)
     yield from _of_kv_caches(config, options)
     yield from _of_options(options)
@@ -142,14 +142,16 @@ def _of_model(config: PretrainedConfig) -> Iterator[Refusal]:
         )
 
 
-def _of_positions(text: PretrainedConfig, options: VLLMOptions) -> Iterator[Refusal]:
+def _of_positions(config: PretrainedConfig, options: VLLMOptions) -> Iterator[Refusal]:
+    text = config.get_text_config()
     original = longrope_context(text)
     if original is not None and options.max_model_len > original:
         yield Refusal(
             f"LongRoPE has other frequencies for contexts longer than {original} tokens",
             f"Use --max-model-len {original} or less",
         )
-    has_parts = any(
+    # of a text, a multimodal model's positions are equal in all parts, and it rotates as with one
+    has_parts = text is config and any(
         rope.get("rope_type") == "mrope" or "mrope_section" in rope
         for rope in rope_parameters_of(text)
     )

@@ -16,6 +16,7 @@ from cachecraft_rag.model.checkpoint import (
     end_tokens_of,
     layout_of,
     loading,
+    own_dtype,
 )
 from cachecraft_rag.model.fingerprint import checkpoint_fingerprint, snapshot_folder
 from cachecraft_rag.server.served_model import ServedModel
@@ -68,10 +69,12 @@ class VLLMModel(ServedModel):
         from transformers import AutoTokenizer
 
         config = config_of(name)
+        text = config.get_text_config()
         reason = None if options is None else refusal(config, options)
         if reason is not None:
             raise reason.error(name)
-        used = dtype if dtype != "auto" else str(config.dtype or "float32").removeprefix("torch.")
+        own = str(own_dtype(config) or "float32").removeprefix("torch.")
+        used = dtype if dtype != "auto" else own
         with loading(name) as source:
             tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
             folder = snapshot_folder(source, revision=getattr(config, "_commit_hash", None))
@@ -96,8 +99,8 @@ class VLLMModel(ServedModel):
             fingerprint,
             layout_of(config, used),
             context_length_of(config),
-            end_tokens_of(generation, config, tokenizer),
-            {} if options is None else needed_arguments(config.get_text_config()),
+            end_tokens_of(generation, config, text, tokenizer),
+            {} if options is None else needed_arguments(text),
         )
 
     def require_ranks(self, ranks: int) -> None:

@@ -44,6 +44,7 @@ class Handler:
         self.logprobs: list[int | None] = []  # number of likeliest tokens, for each prompt
         self.template: str | None = None  # in place of the tokenizer's
         self.adapter: str | None = None  # of the model that the request names
+        self.kind = "token"  # of the prompt: "multimodal" with images
         self._tokenizer = tokenizer
 
     async def _generate(
@@ -67,7 +68,7 @@ class Handler:
         transfer = request.kv_transfer_params or {}
         self.given.append(dict(transfer))
         ids = transfer.pop("prompt_token_ids", None)
-        prompt: dict[str, Any] = {"type": "token", "prompt_token_ids": ids}
+        prompt: dict[str, Any] = {"type": self.kind, "prompt_token_ids": ids}
         if ids is None:
             text = self._tokenizer.apply_chat_template(
                 request.messages, chat_template=self.template, tokenize=False
@@ -169,6 +170,22 @@ def test_a_prompt_whose_messages_the_chat_template_changes_is_left_to_vllm_and_s
         assert "not searched: messages 0" in note, answer.text
         assert "chat template" in note
         assert handler.sent[-1] == {}
+
+
+def test_a_prompt_with_an_image_is_left_to_vllm_and_says_so(
+    made: tuple[TestClient, Handler, ServerEngine], work: Counter[str]
+) -> None:
+    client, handler, _ = made
+    handler.kind = "multimodal"
+    body = {"messages": [{"role": "user", "content": about("kettle")}]}
+    for _ in range(
+        2
+    ):  # the second time, vLLM's prefix cache may have the same tokens of another image
+        answer = client.post("/v1/chat/completions", json=body)
+        note = answer.json()["error"]["message"]
+        assert note == "left to vLLM: it holds images, sound or videos", answer.text
+    assert handler.sent[-1] == {}
+    assert not work
 
 
 def test_a_request_with_an_adapter_is_not_audited(

@@ -251,8 +251,7 @@ class PlainPrompts:
         if is_short and before is None:
             if len(ids) < MIN_TEXT_TOKENS:
                 return None
-            request = self._request(Prompt((_text_of(ids),)), origin, started)
-            return Prepared(request, None, dict, remark=f"left to vLLM: {too_short}")
+            return self.left_to_vllm(ids, origin, too_short)
 
         searched = locate()
         prompt, notes, reused, moved, stored = self._laid_out(ids, searched, origin)
@@ -286,6 +285,11 @@ class PlainPrompts:
             cause = f"chunk-caches have {reused} of {len(ids)} tokens, too few to gain time"
         remark = searched.remark or f"left to vLLM: {cause}"
         return Prepared(request, None, notes, dict.fromkeys(stored, cause), remark)
+
+    def left_to_vllm(self, ids: Sequence[int], origin: Origin, cause: str) -> Prepared:
+        """Return a prompt that is not searched, and that vLLM computes; the note to the client says why."""
+        request = self._request(Prompt((_text_of(ids),)), origin, time.perf_counter())
+        return Prepared(request, None, dict, remark=f"left to vLLM: {cause}")
 
     def _request(self, prompt: Prompt, origin: Origin, started: float) -> Request:
         """Return a request that began at `started`, with the settings of its origin."""
@@ -472,9 +476,9 @@ class SearchingClient:
 
         Before the first output, the prompt is searched. If segments are found, the request is recorded, its last output
         carries its statistics, and its texts count as seen once it has ended. If it is served from chunk-caches,
-        `params.extra_args` gets the message about them. Prompts with images or embeddings, requests for several answers
-        or for log-probabilities of the prompt, those with other `kv_transfer_params`, and those with a LoRA adapter are
-        passed on unchanged.
+        `params.extra_args` gets the message about them. A prompt with images, sound or videos is recorded, and its last
+        output says that vLLM computes it. Embeddings, requests for several answers or for log-probabilities of the
+        prompt, those with other `kv_transfer_params`, and those with a LoRA adapter are passed on unchanged.
 
         In the outputs of a request that is served from chunk-caches, `num_cached_tokens` is the number of reused
         tokens, None before the report. For an audit, `params.logprobs` becomes 16, and the outputs hide them.
@@ -486,6 +490,10 @@ class SearchingClient:
         if _searchable(prompt, params, options):
             ids = prompt["prompt_token_ids"]
             prepared = await prompts.aside(partial(self._prepare, prompt))
+        elif _holds_media(prompt) and _is_plain(params, options):
+            prepared = prompts.left_to_vllm(
+                prompt["prompt_token_ids"], self._origin, "it holds images, sound or videos"
+            )
         if prepared is not None:
             client = RecordingClient(self._client, prompts.record(prepared), prompts.records)
             if prepared.ask is not None:
@@ -509,10 +517,18 @@ class SearchingClient:
 
 def _searchable(prompt: object, params: RequestParams, options: Mapping[str, object]) -> bool:
     """Return True if vLLM can serve the request from chunk-caches: one answer to a prompt of text only."""
+    is_text = isinstance(prompt, Mapping) and prompt.get("type") == "token"
+    return is_text and _is_plain(params, options)
+
+
+def _holds_media(prompt: object) -> bool:
+    return isinstance(prompt, Mapping) and prompt.get("type") == "multimodal"
+
+
+def _is_plain(params: RequestParams, options: Mapping[str, object]) -> bool:
+    """Return True if the request is for one answer of the base model, and no other connector's."""
     return (
-        isinstance(prompt, Mapping)
-        and prompt.get("type") == "token"
-        and getattr(params, "n", 0) == 1
+        getattr(params, "n", 0) == 1
         and params.prompt_logprobs is None
         and not (params.extra_args or {}).get("kv_transfer_params")
         and not options.get("lora_request")

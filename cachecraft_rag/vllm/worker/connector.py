@@ -39,11 +39,11 @@ from cachecraft_rag.vllm.settings import ConnectorSettings
 from cachecraft_rag.vllm.worker.adapters.active import Adapters
 from cachecraft_rag.vllm.worker.fill_memory import fill_memory
 from cachecraft_rag.vllm.worker.interfaces import (
-    CausalLM,
     EngineRequest,
     KVCacheConfig,
     RequestBlocks,
     SchedulerOutput,
+    VLLMModule,
 )
 from cachecraft_rag.vllm.worker.models import model_of
 from cachecraft_rag.vllm.worker.ranks import ranks_of_worker
@@ -332,7 +332,7 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
             return otherwise
 
 
-def _running_model(vllm_config: VLLMConfig) -> CausalLM:
+def _running_model(vllm_config: VLLMConfig) -> VLLMModule:
     """Return the model of this worker. Raises UnsupportedModelError if it is not a class of this package."""
     model = model_of(vllm_config)
     if model is None:

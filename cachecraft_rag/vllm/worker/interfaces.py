@@ -142,25 +142,39 @@ class LoRAManager(Protocol):
         """Set the adapters of the rows of the next forward."""
 
 
-class CausalLM(Protocol):
-    """A causal LM of vLLM's with the same attributes as its Llama.
+class TextModel(Protocol):
+    """A causal LM of vLLM's with the same attributes as its Llama, or the one inside a multimodal model.
 
     `model` is a `PreTrainedModel` where vLLM runs the layers of transformers.
     """
 
     model: DecoderLayers
-    vllm_config: VLLMConfig  # set by `models`
     config: PretrainedConfig
+
+    def parameters(self) -> Iterator[Tensor]:
+        """Yield the weights."""
+
+    def embed_input_ids(self, input_ids: Tensor) -> Tensor:
+        """Return the embeddings `[rows, hidden]` of token ids, int64 `[rows]`."""
+
+
+class VLLMModule(Protocol):
+    """A model that vLLM runs: a `TextModel`, or a multimodal model with one inside, see `models.text_part`."""
+
+    vllm_config: VLLMConfig  # set by `models`
     reserved_memory: list[Tensor]  # set by `models`
 
     def parameters(self) -> Iterator[Tensor]:
         """Yield the weights."""
 
-    def __call__(self, input_ids: Tensor, positions: Tensor, intermediate_tensors: None) -> object:
-        """Return the hidden states of the rows `[rows]`, each token id at its position."""
-
-    def embed_input_ids(self, input_ids: Tensor) -> Tensor:
-        """Return the embeddings `[rows, hidden]` of token ids, int64 `[rows]`."""
+    def __call__(
+        self,
+        input_ids: Tensor | None,
+        positions: Tensor,
+        intermediate_tensors: None,
+        inputs_embeds: Tensor | None = None,
+    ) -> object:
+        """Return the hidden states of the rows `[rows]`, each token id or embedding at its position."""
 
 
 class SchedulerOutput(Protocol):

@@ -62,7 +62,7 @@ def request_refusal(request: EngineRequest, *, is_audit: bool = False) -> str:
     if request.prompt_token_ids is None or request.prompt_embeds is not None:
         return "its prompt has embeddings instead of tokens"
     if request.mm_features:
-        return "its prompt holds images or sound"
+        return "it holds images, sound or videos"
     wants_logprobs = sampling.prompt_logprobs is not None and not is_audit
     if wants_logprobs or request.skip_reading_prefix_cache:
         return "it asks for log-probabilities of the prompt, so vLLM computes all of it"

@@ -32,13 +32,14 @@ from cachecraft_rag.kernels.memory import Recycler
 from cachecraft_rag.model.attention_choice import measured_paths
 from cachecraft_rag.model.layer_survey import RotaryKind, SurveyError, in_order
 from cachecraft_rag.types.kv_layout import DTypeName, KVLayout
-from cachecraft_rag.vllm.worker.interfaces import CausalLM
+from cachecraft_rag.vllm.worker.interfaces import VLLMModule
 from cachecraft_rag.vllm.worker.layers import (
     RotaryTable,
     WorkerLayer,
     survey_layers,
     survey_transformers_layers,
 )
+from cachecraft_rag.vllm.worker.models import text_part
 from cachecraft_rag.vllm.worker.ranks import OneRank, TensorParallel
 from cachecraft_rag.vllm.worker.whole_model import VLLMForward
 
@@ -49,13 +50,16 @@ class WorkerStack:
     Raises UnsupportedModelError with the reason if the passes cannot run these layers.
     """
 
-    def __init__(self, model: CausalLM, ranks: OneRank | TensorParallel) -> None:
+    def __init__(self, model: VLLMModule, ranks: OneRank | TensorParallel) -> None:
         self.ranks = ranks
         self._model = model
-        parameter = next(model.parameters())
+        self._text = text_part(model)
+        parameter = next(self._text.parameters())
         self.device = parameter.device
         self.dtype = parameter.dtype
-        self._embedding_multiplier = getattr(model.config, "embedding_multiplier", 1.0)  # Granite
+        self._embedding_multiplier = getattr(
+            self._text.config, "embedding_multiplier", 1.0
+        )  # Granite
         try:
             self._layers, self._tables, self._kind_of = self._survey_layers()
         except SurveyError as error:
@@ -70,7 +74,7 @@ class WorkerStack:
             dtype=cast(DTypeName, str(self.dtype).removeprefix("torch.")),
         )
         # From the config: the CPU build packs the weights and leaves empty tensors in their place.
-        self.keys_per_row = keys_per_row_of(model.config)
+        self.keys_per_row = keys_per_row_of(self._text.config)
         self.attention_paths = UNMEASURED
         self.memory = Recycler()
         self.whole_model: WholeModel | None = None
@@ -87,18 +91,18 @@ class WorkerStack:
     ) -> tuple[Sequence[WorkerLayer], Sequence[RotaryTable | RotaryKind], Sequence[int]]:
         from transformers import PreTrainedModel
 
-        model = self._model
-        if isinstance(model.model, PreTrainedModel):
+        model = self._text.model
+        if isinstance(model, PreTrainedModel):
             from vllm.forward_context import set_forward_context
 
             return survey_transformers_layers(
-                model.model,
+                model,
                 embed=self._embedded,
-                forward_context=partial(set_forward_context, None, model.vllm_config),
+                forward_context=partial(set_forward_context, None, self._model.vllm_config),
             )
         return survey_layers(
-            model.model.layers,
-            hidden_size=model.config.hidden_size,
+            model.layers,
+            hidden_size=self._text.config.hidden_size,
             dtype=self.dtype,
             device=self.device,
         )
@@ -106,7 +110,7 @@ class WorkerStack:
     def _embedded(self, ids: Tensor) -> Tensor:
         # embeddings with LoRA take no more rows at once
         most = int(self._model.vllm_config.scheduler_config.max_num_batched_tokens)
-        parts = [self._model.embed_input_ids(part) for part in torch.split(ids, most)]
+        parts = [self._text.embed_input_ids(part) for part in torch.split(ids, most)]
         embedded = parts[0] if len(parts) == 1 else torch.cat(parts)
         return embedded * self._embedding_multiplier
 

@@ -34,8 +34,9 @@ from cachecraft_rag.compute.rows import Rows
 from cachecraft_rag.compute.stack import AttentionSettings, LayerPass, WholeModel, WholePass
 from cachecraft_rag.errors import UnsupportedModelError
 from cachecraft_rag.model.layer_survey import in_order
-from cachecraft_rag.vllm.worker.interfaces import Attention, CausalLM
+from cachecraft_rag.vllm.worker.interfaces import Attention, VLLMModule
 from cachecraft_rag.vllm.worker.layers import WorkerLayer
+from cachecraft_rag.vllm.worker.models import text_part
 
 if TYPE_CHECKING:
     from cachecraft_rag.vllm.worker.stack import WorkerStack
@@ -58,10 +59,13 @@ class VLLMForward:
         layers: its layers, in order.
     """
 
-    def __init__(self, model: CausalLM, layers: Sequence[WorkerLayer]) -> None:
+    def __init__(self, model: VLLMModule, layers: Sequence[WorkerLayer]) -> None:
         self._model = model
         self._layers = layers
         self.most_rows = int(model.vllm_config.scheduler_config.max_num_batched_tokens)
+        config = model.vllm_config.model_config
+        self._takes_embeddings = config.supports_multimodal_inputs or config.enable_prompt_embeds
+        self._positions_per_token = config.mrope_num_dims
         self.gives_raw = False  # until `check_raw_keys` has found no difference
 
     def run(self, ids: Tensor, positions: Tensor, whole_pass: WholePass, layers: int) -> None:
@@ -116,15 +120,54 @@ class VLLMForward:
         try:
             with (
                 _attention_of_pass(self._layers, attended),
+                _without_images(self._model, len(ids)),
                 # without metadata vLLM's own attention computes nothing, and without slots it writes nothing
                 set_forward_context(None, self._model.vllm_config, slot_mapping={}),
             ):
-                # int32 as in vLLM's buffers: compiled code does not check it, and would compute nonsense
-                self._model(ids.int(), positions, None)
+                self._call(ids, positions)
         except _PassEnded:
             pass
         if raised:
             raise raised[0]
+
+    def _call(self, ids: Tensor, positions: Tensor) -> None:
+        """Call the model as vLLM does: compiled code does not check its arguments, and would compute nonsense.
+
+        Ids are int32. A multimodal model takes embeddings, also of a text. If it has several positions per token
+        (mRoPE), those of a text are equal, so that it rotates as with one.
+        """
+        if self._positions_per_token:
+            # one more place, as in vLLM's buffer: compiled code knows the distance of its rows
+            buffer = positions.new_zeros(self._positions_per_token, self.most_rows + 1)
+            buffer[:, : len(ids)] = positions
+            positions = buffer[:, : len(ids)]
+        if self._takes_embeddings:
+            embedded = text_part(self._model).embed_input_ids(ids.int())
+            self._model(None, positions, None, embedded)
+        else:
+            self._model(ids.int(), positions, None)
+
+
+@contextmanager
+def _without_images(model: VLLMModule, rows: int) -> Iterator[None]:
+    """Set aside what the images of vLLM's running step add to the first layers of Qwen3-VL: our rows have none."""
+    step = {
+        name: getattr(model, name)
+        for name in ("deepstack_input_embeds", "deepstack_input_embeds_num_tokens")
+        if hasattr(model, name)
+    }
+    features = step.get("deepstack_input_embeds")
+    if not features:
+        yield
+        return
+    nothing = [feature.new_zeros(rows, feature.shape[1]) for feature in features]
+    try:
+        for name, value in zip(step, (nothing, 0), strict=True):
+            setattr(model, name, value)
+        yield
+    finally:
+        for name, value in step.items():
+            setattr(model, name, value)
 
 
 def _heads_of(

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from cachecraft_rag.vllm.messages import Adapter
-from cachecraft_rag.vllm.worker.interfaces import CausalLM, LoRAManager, LoRAMapping
+from cachecraft_rag.vllm.worker.interfaces import LoRAManager, LoRAMapping, VLLMModule
 
 
 class Adapters:
@@ -22,7 +22,7 @@ class Adapters:
         most_rows: most rows of a pass with an adapter.
     """
 
-    def __init__(self, model: CausalLM) -> None:
+    def __init__(self, model: VLLMModule) -> None:
         self._manager: LoRAManager | None = getattr(model, "lora_manager", None)
         self.most_rows = int(model.vllm_config.scheduler_config.max_num_batched_tokens)
         # id -> weights in vLLM, and the fingerprint with which they were used first
