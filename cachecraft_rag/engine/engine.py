@@ -308,7 +308,7 @@ class Engine(AnswerEngine):
 
     def _scored(self, request: Request, target: Sequence[int] | None = None) -> ScoredAnswer:
         progress = RequestProgress()
-        self.write_back.follow(progress.removed)
+        self.write_back.follow(progress.removed, request.namespace)
         scoring = partial(self._answering.score, request=request, progress=progress, target=target)
         text, logits = self.loop.run(scoring, Priority.ANSWER)
         progress.end(request, "length")
@@ -411,26 +411,26 @@ class Engine(AnswerEngine):
         self.new_variants.close()
         self.auditor.close()
 
-    def _forget(self, chunk_ids: Sequence[str]) -> None:
-        """Stop work in idle time on prompts with these chunks."""
-        self.new_variants.forget(chunk_ids)
-        self.auditor.forget(chunk_ids)
+    def _forget(self, chunk_ids: Sequence[str], namespace: str | None) -> None:
+        """Stop work in idle time on a tenant's prompts with these chunks; None: of all tenants."""
+        self.new_variants.forget(chunk_ids, namespace)
+        self.auditor.forget(chunk_ids, namespace)
 
-    def _before_removal(self, chunk_ids: Sequence[str]) -> None:
+    def _before_removal(self, chunk_ids: Sequence[str], namespace: str | None) -> None:
         """Store captures of these chunks that are computed, and audits, before they are removed from the store.
 
         Otherwise they would be stored after the removal. Captures that are still being computed are not stored.
         """
         if self._home.here:
-            self.loop.call(partial(self._forget, chunk_ids))
+            self.loop.call(partial(self._forget, chunk_ids, namespace))
             self.loop.wait_until(
                 lambda: (
-                    not self.new_variants.running(chunk_ids)
-                    and not self.auditor.running(chunk_ids)
+                    not self.new_variants.running(chunk_ids, namespace)
+                    and not self.auditor.running(chunk_ids, namespace)
                     and not self.auditor.is_storing
                 )
             )
-            self.write_back.remove(chunk_ids)
+            self.write_back.remove(chunk_ids, namespace)
             self.loop.call(self._answering.stored_changed)
 
     def generate(
@@ -480,7 +480,7 @@ class Engine(AnswerEngine):
         return replace(request, constraint=self._constraints.json(str(schema)))
 
     def _pieces(self, request: Request, progress: RequestProgress) -> Reader:
-        self.write_back.follow(progress.removed)
+        self.write_back.follow(progress.removed, request.namespace)
         begin = partial(self._begin, request, progress)
         return Reader(progress, begin, self.loop.wake, self._home)
 

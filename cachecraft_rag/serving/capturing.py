@@ -42,7 +42,7 @@ class LocalCapturer:
             exact_shares=[1.0] * len(prompt.segments),
             session=None,
             primed=primed,
-            removed=self.write_back.follow(RemovedChunks()),
+            removed=self.write_back.follow(RemovedChunks(), namespace),
             namespace=namespace,
         )
 

@@ -99,8 +99,9 @@ class ChunkCacheStore(Closeable):
         self._lock = threading.Lock()  # guards the fields below; held for moments only
         self._closed = False
         self._warned: set[str] = set()
-        # Called with chunk ids before their chunk-caches are removed, so that no running capture stores them again.
-        self.before_removal: list[Callable[[Sequence[str]], None]] = []
+        # Called with chunk ids and their tenant (None: all) before their chunk-caches are removed, so that no running
+        # capture stores them again.
+        self.before_removal: list[Callable[[Sequence[str], str | None], None]] = []
         self._lookups: Counter[str] = Counter()
         self._loads: Counter[str] = Counter()
         self._load_failures: Counter[tuple[str, str]] = Counter()
@@ -490,7 +491,7 @@ class ChunkCacheStore(Closeable):
         chosen = chosen or RowFilter()
         if chosen.chunk_ids is not None:
             for callback in self.before_removal:
-                callback(chosen.chunk_ids)
+                callback(chosen.chunk_ids, chosen.namespace)
         if chosen == RowFilter() and down_to_bytes is None:
             raise ConfigError(
                 "evict needs a filter or down_to_bytes; down_to_bytes=0 removes everything."
@@ -522,7 +523,7 @@ class ChunkCacheStore(Closeable):
         if not names:
             return Evicted(0, 0)
         for callback in self.before_removal:
-            callback(names)
+            callback(names, namespace)
         try:
             rows = self._durable.remove_chunks(names, namespace=namespace, refused=refused)
         finally:

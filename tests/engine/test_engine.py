@@ -1083,3 +1083,18 @@ def test_closing_the_engine_of_a_tenant_closes_the_engine(
     assert not engine.new_variants.busy
     assert store.before_removal == []
     engine.close()
+
+
+def test_what_one_tenant_removes_is_still_captured_for_another(
+    make_engine: MakeEngine, store: ChunkCacheStore
+) -> None:
+    engine = make_engine()
+    acme = engine.for_tenant("acme")
+    answer = acme.stream(QUESTION, CHUNKS, sampling=SamplingParams(max_new_tokens=30))
+    next(answer)
+    engine.for_tenant("bolt").remove(CHUNKS)
+    for _ in answer:
+        pass
+    engine.settle()
+    assert all(chunk.tokens for chunk in acme.held(CHUNKS))
+    assert store.stats().captures.get(CaptureDrop.REMOVED, 0) == 0

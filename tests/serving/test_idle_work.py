@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import prometheus_client
 import pytest
@@ -62,6 +62,18 @@ def runner() -> OneByOne:
 @pytest.fixture
 def work(runner: OneByOne) -> VariantWork:
     return VariantWork(runner, NewVariants(share=1.0))
+
+
+def test_a_removal_of_one_tenant_keeps_the_work_of_another(
+    work: VariantWork, runner: OneByOne
+) -> None:
+    for tenant in ("acme", "bolt"):
+        work.answered(100, replace(candidate("a"), namespace=tenant))
+    work.forget(["a"], "bolt")
+    assert (runner.asked_to_end, work.stats.dropped) == ([], {"removed": 1})
+    assert (work.running(["a"], "acme"), work.running(["a"], "bolt")) == (True, False)
+    work.forget(["a"])
+    assert (runner.asked_to_end, work.stats.dropped) == (runner.begun, {"removed": 2})
 
 
 def test_what_is_given_up_is_counted_at_once_and_only_once(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -11,8 +12,13 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
+
+from cachecraft_rag.server.settings import EndpointSettings
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.types.documents import Chunk
+from cachecraft_rag.vllm.server.endpoint import OtherRoutes
 from tests.vllm.conftest import TEXTS
 from tests.vllm.http_server import ServerProcess
 from tests.vllm.test_http import await_rows, stats_in
@@ -115,3 +121,18 @@ def test_no_other_way_to_the_model_is_open(server: ServerProcess) -> None:
     assert server.chat(None).status_code == 400
     assert server.chat(None, headers={HEADER: "../acme"}).status_code == 400
     assert httpx.get(f"{server.url}/v1/models").status_code == 200
+
+
+@pytest.mark.parametrize("root", ["", "/model"])
+def test_a_proxy_may_pass_a_path_below_its_own_on(root: str) -> None:
+    """With --root-path, paths have that beginning if the proxy leaves it there."""
+    app = FastAPI(root_path=root)
+    settings = EndpointSettings(tenant_header=HEADER)
+    app.state.cachecraft = SimpleNamespace(engine=SimpleNamespace(settings=settings))
+    app.add_middleware(OtherRoutes)
+    for path in ("/v1/chat/completions", "/v1/messages"):
+        app.add_api_route(path, lambda: "served", methods=["POST"])
+    client = TestClient(app)
+    for prefix in {"", root}:
+        assert client.post(f"{prefix}/v1/chat/completions").status_code == 200, prefix
+        assert client.post(f"{prefix}/v1/messages").status_code == 403, prefix

@@ -102,19 +102,27 @@ class WriteBackQueue:
         self._waiting_bytes = 0
         self._closed = False
         # A set is held by the request that may capture, and leaves this one together with the request.
-        self._followers: weakref.WeakSet[RemovedChunks] = weakref.WeakSet()
+        # each with its tenant
+        self._followers: weakref.WeakKeyDictionary[RemovedChunks, str] = weakref.WeakKeyDictionary()
 
-    def follow(self, removed: RemovedChunks) -> RemovedChunks:
-        """Add the ids of all chunks that are removed from now on to this set, while it is alive; return it."""
+    def follow(self, removed: RemovedChunks, namespace: str = "") -> RemovedChunks:
+        """Add the ids of all chunks of a tenant that are removed from now on to this set; return it.
+
+        Does so while the set is alive. `namespace` "": that of the queue.
+        """
         with self._guard:
-            self._followers.add(removed)
+            self._followers[removed] = namespace or self._namespace
         return removed
 
-    def remove(self, chunk_ids: Sequence[str]) -> None:
-        """Keep requests that began before from storing these chunks, and wait for captures under way."""
+    def remove(self, chunk_ids: Sequence[str], namespace: str | None = None) -> None:
+        """Keep requests of a tenant that began before from storing these chunks, and wait for captures under way.
+
+        `namespace` None: of all tenants.
+        """
         with self._guard:
-            for removed in self._followers:
-                removed.update(chunk_ids)
+            for removed, owner in self._followers.items():
+                if namespace in (None, owner):
+                    removed.update(chunk_ids)
         self.wait_for(chunk_ids)
 
     def submit(self, recorder: CaptureRecorder, keys: Tensor, context: CaptureContext) -> None:

@@ -43,6 +43,11 @@ class WaitingAudit(Generic[Predicted]):
         """Segments of the prompt."""
         return self.request.prompt.segments
 
+    @property
+    def namespace(self) -> str:
+        """Tenant of the request."""
+        return self.request.namespace
+
 
 class AuditWork(IdleWork[WaitingAudit[Predicted], Audit], Generic[Predicted]):
     """Audits answers, the latest last.

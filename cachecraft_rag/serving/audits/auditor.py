@@ -98,10 +98,10 @@ class Auditor(AuditWork[Predictions]):
         # of the audit before, if the next one has the same prompt
         self._shared: FullPrefill | None = None
 
-    def forget(self, chunk_ids: Collection[str]) -> None:
+    def forget(self, chunk_ids: Collection[str], namespace: str | None = None) -> None:
         """Same as in `IdleWork`; results stay."""
         self._shared = None
-        super().forget(chunk_ids)
+        super().forget(chunk_ids, namespace)
 
     def close(self) -> None:
         """Same as in `IdleWork`; `busy` is False once the audit under way has ended and results are written."""

@@ -25,6 +25,10 @@ class HasSegments(Protocol):
     def segments(self) -> Sequence[Segment]:
         """The segments."""
 
+    @property
+    def namespace(self) -> str:
+        """Tenant of the request; "": the engine's own."""
+
 
 Piece = TypeVar("Piece", bound=HasSegments)
 Result = TypeVar("Result")
@@ -117,29 +121,30 @@ class IdleWork(ABC, Generic[Piece, Result]):
         with self._changed:
             return [running.piece for running in self._running]
 
-    def running(self, chunk_ids: Collection[str]) -> bool:
-        """Return True if a piece is under way whose prompt has at least one of these chunks."""
+    def running(self, chunk_ids: Collection[str], namespace: str | None = None) -> bool:
+        """Return True if a piece is under way whose prompt has at least one of these chunks of a tenant (None: all)."""
         with self._changed:
-            return any(held(running.piece, chunk_ids) for running in self._running)
+            return any(held(running.piece, chunk_ids, namespace) for running in self._running)
 
     def removed(self, piece: Piece) -> frozenset[str]:
         """Return the ids of the chunks of a piece under way that were removed since it began."""
         with self._changed:
             return frozenset(self._running_of(piece).removed)
 
-    def forget(self, chunk_ids: Collection[str]) -> None:
-        """Drop and count the pieces with these chunks, because the chunks were removed.
+    def forget(self, chunk_ids: Collection[str], namespace: str | None = None) -> None:
+        """Drop and count the pieces with these chunks of a tenant (None: all), because the chunks were removed.
 
         Those under way are asked to end, and are not waited for.
         """
         with self._changed:
             for running in self._running:
-                removed = held(running.piece, chunk_ids)
+                removed = held(running.piece, chunk_ids, namespace)
                 if removed:
                     running.removed |= removed
                     self._give_up(running, "removed")
             for piece in self._having(chunk_ids):
-                self._drop(piece, "removed")
+                if held(piece, chunk_ids, namespace):
+                    self._drop(piece, "removed")
             self._changed.notify_all()
 
     def close(self) -> None:
@@ -213,6 +218,8 @@ class IdleWork(ABC, Generic[Piece, Result]):
             self._runner.give_up(running.piece)
 
 
-def held(piece: HasSegments, chunk_ids: Collection[str]) -> set[str]:
-    """Return which of these chunks a piece needs."""
+def held(piece: HasSegments, chunk_ids: Collection[str], namespace: str | None = None) -> set[str]:
+    """Return which of these chunks of a tenant (None: all) a piece needs."""
+    if namespace is not None and piece.namespace not in ("", namespace):
+        return set()
     return {segment.segment_id for segment in piece.segments}.intersection(chunk_ids)

@@ -196,7 +196,7 @@ class OtherRoutes:
         """Pass a request on, or refuse it (403)."""
         endpoint: Endpoint | None = getattr(scope["app"].state, "cachecraft", None)
         is_post = scope.get("method") == "POST"
-        is_other = scope["type"] == "websocket" or (is_post and scope["path"] not in _DIVIDED)
+        is_other = scope["type"] == "websocket" or (is_post and _path_of(scope) not in _DIVIDED)
         if endpoint is None or not is_other:
             await self._app(scope, receive, send)
             return
@@ -212,6 +212,13 @@ class OtherRoutes:
         )
         refusal = JSONResponse({"error": {"message": message, "code": 403}}, status_code=403)
         await refusal(scope, receive, send)
+
+
+def _path_of(scope: Scope) -> str:
+    """Return the path of a request as routes have it: without --root-path, which a proxy may leave in or cut off."""
+    path: str = scope["path"]
+    root = scope.get("root_path", "")
+    return path.removeprefix(root) if path.startswith(f"{root}/") else path
 
 
 async def _with_digested_salt(scope: Scope, receive: Receive) -> tuple[Scope, Receive]:
