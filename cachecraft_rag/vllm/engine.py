@@ -50,8 +50,8 @@ from cachecraft_rag.vllm.idle.audits import (
 from cachecraft_rag.vllm.idle.new_variants import IdleVariants
 from cachecraft_rag.vllm.messages import FIELD, Ask, FillReport
 from cachecraft_rag.vllm.options import FP8_CACHES, VLLMOptions
-from cachecraft_rag.vllm.refusals import missing_arguments
-from cachecraft_rag.vllm.self_check import Predicted, check_prompt, self_check
+from cachecraft_rag.vllm.refusals import missing_arguments, window_of
+from cachecraft_rag.vllm.self_check import MOST_TOKENS, Predicted, check_prompt, self_check
 from cachecraft_rag.vllm.served_model import VLLMModel
 from cachecraft_rag.vllm.settings import ConnectorSettings, check_config
 from cachecraft_rag.vllm.versions import require_vllm
@@ -149,30 +149,55 @@ class VLLMBackend:
     def check_reuse(self) -> None:
         """Run the `self_check` and remove its captures; set `layer_by_layer`.
 
-        If the context is too short for the check, or the store keeps no captures, a warning is logged: reuse is then
-        unchecked. Raises UnsupportedModelError if reuse is not exact on this model, or vLLM computed the prompts
-        without chunk-caches; ConfigError if vLLM's `max_logprobs` is 0.
+        Where sliding windows are longer than its prompt, a second check crosses them. If the context is too short for a
+        check, or the store keeps no captures, a warning is logged: reuse is then unchecked. Raises
+        UnsupportedModelError if reuse is not exact on this model, or vLLM computed the prompts without chunk-caches;
+        ConfigError if vLLM's `max_logprobs` is 0.
         """
         context = self._model.context_length
-        cache_config = self._calls.vllm_config.cache_config
-        prompt = check_prompt(
-            len(self._model.tokenizer),
-            block_size=int(cache_config.block_size),
-            context_length=context,
-        )
+        prompt = self._check_prompt()
         if prompt is None:
             logger.warning(
                 "Reuse is unchecked: a context of %d tokens is too short for the self-check",
                 context,
             )
             return
+        self._check_reuse_of(prompt)
 
+        model_config = self._calls.vllm_config.model_config
+        window = (
+            0 if model_config.disable_sliding_window else window_of(model_config.hf_text_config)
+        )
+        if not prompt.bounds[-2] <= window < context:
+            return
+        crossing = self._check_prompt(window=window)
+        if crossing is None:
+            logger.warning(
+                "Reuse across the model's sliding windows of %d tokens is unchecked: a check of them takes a context "
+                "of more than 1.5 windows, and has at most %d tokens",
+                window,
+                MOST_TOKENS,
+            )
+            return
+        self._check_reuse_of(crossing, is_second=True)
+
+    def _check_prompt(self, *, window: int = 0) -> Prompt | None:
+        return check_prompt(
+            len(self._model.tokenizer),
+            block_size=int(self._calls.vllm_config.cache_config.block_size),
+            context_length=self._model.context_length,
+            window=window,
+        )
+
+    def _check_reuse_of(self, prompt: Prompt, *, is_second: bool = False) -> None:
+        """Run the `self_check` on one prompt and remove its captures."""
         chunk_ids = tuple(segment.segment_id for segment in prompt.segments[:-1])
         captured = RowFilter(chunk_ids=chunk_ids)
 
         def all_kept() -> bool:
             return len(self._store.rows(captured)) == len(chunk_ids)
 
+        cache_dtype = str(self._calls.vllm_config.cache_config.cache_dtype)
         try:
             self_check(
                 self._model.name,
@@ -180,7 +205,8 @@ class VLLMBackend:
                 self._predicted,
                 kept=all_kept,
                 dtype=self._model.layout.dtype,
-                cache_dtype=FP8_CACHES.get(str(cache_config.cache_dtype), ""),
+                cache_dtype=FP8_CACHES.get(cache_dtype, ""),
+                is_second=is_second,
             )
         finally:
             if self._store.rows(captured):  # empty for a read-only store, which cannot evict

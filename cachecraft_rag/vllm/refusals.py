@@ -170,6 +170,11 @@ def has_windows_in_some_layers(text: PretrainedConfig) -> bool:
     return kinds == {"full_attention", "sliding_attention"} and not is_qwen
 
 
+def window_of(text: PretrainedConfig) -> int:
+    """Return the tokens of a served model's sliding windows; 0 if it has none."""
+    return int(text.sliding_window or 0) if has_windows_in_some_layers(text) else 0
+
+
 def _of_windows(text: PretrainedConfig, options: VLLMOptions) -> Iterator[Refusal]:
     window = getattr(text, "sliding_window", None)
     uses_window = bool(window) and getattr(text, "use_sliding_window", True)

@@ -2,7 +2,8 @@
 
 The list of refusals cannot be complete: a model may scale its embeddings in its forward, a new backend may keep its
 blocks in another way. So a prompt is computed by vLLM alone, by our passes, and from captures of those passes; all
-three must predict the same. It is also the first pass, where vLLM compiles.
+three must predict the same. It is also the first pass, where vLLM compiles. If the model's sliding windows are longer
+than the prompt, a second one crosses them.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ logger = logging.getLogger("cachecraft_rag.vllm")
 
 TOKENS = 24  # least tokens of each of the three segments, which are also longer than a vLLM block
 LEAST = 8  # segments shorter than this prove nothing
+MOST_TOKENS = 8192  # of the prompt that crosses sliding windows, which bounds its time
 # Largest difference of log-probabilities that rounding explains, by dtype.
 TOLERANCE = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.3}
 # Tolerance added for a KV cache in FP8, by the form of its numbers: vLLM's own prefill attends to rounded keys and
@@ -51,19 +53,29 @@ class Predicted:
 Predict = Callable[[Ask | list[int]], Predicted]
 
 
-def check_prompt(vocabulary: int, *, block_size: int, context_length: int) -> Prompt | None:
+def check_prompt(
+    vocabulary: int, *, block_size: int, context_length: int, window: int = 0
+) -> Prompt | None:
     """Return an instruction, a chunk and a question of random token ids below `vocabulary`, equally long.
 
     Each is longer than a vLLM block, so that a chunk-cache is written across blocks, unless the context is too short
     for that. Returns None if three segments of `LEAST` tokens and one token of an answer do not fit it. The same
     arguments give the same token ids, but each call gives new segment ids.
 
+    With a `window`, rows of the chunk and of the question see a part of what is before them, and the last one a part of
+    the chunk. Returns None if that takes more than `MOST_TOKENS`, or does not fit the context.
+
     Args:
         vocabulary: number of token ids of the model.
         block_size: tokens of a vLLM block.
         context_length: most tokens of prompt and answer together.
+        window: tokens of the model's sliding windows; 0 if they are to be ignored.
     """
-    length = min(max(TOKENS, block_size + 1), (context_length - 1) // 3)
+    most = context_length - 1
+    length = max(TOKENS, block_size + 1, window // 2 + TOKENS if window else 0)
+    if window and 3 * length > min(most, MOST_TOKENS):
+        return None
+    length = min(length, most // 3)
     if length < LEAST:
         return None
     dice = random.Random(0)
@@ -88,6 +100,7 @@ def self_check(
     kept: Callable[[], bool],
     dtype: str,
     cache_dtype: str = "",
+    is_second: bool = False,
 ) -> bool:
     """Compare vLLM's own prefill, our passes, and reuse after the same prefix.
 
@@ -100,10 +113,11 @@ def self_check(
         kept: returns True if the captures of the prompt are in the store.
         dtype: dtype of the model's layout, a key of `TOLERANCE`.
         cache_dtype: form of FP8 numbers in vLLM's KV cache, a key of `CACHE_TOLERANCE`; "" if it has the model's dtype.
+        is_second: True if a shorter prompt has passed, so this one may be too long for chunk-caches.
 
     Returns:
         True if all three were compared. False if the store keeps no captures: then only the first two were compared,
-        and a warning is logged.
+        and a warning is logged. False with a warning too if a second prompt is refused.
 
     Raises UnsupportedModelError if a difference is larger than rounding errors, or our passes or the chunk-caches were
     not used.
@@ -142,6 +156,13 @@ def self_check(
         return max(differences)
 
     computed = predict(Ask(prompt, ReuseConfig(reuse=False), when_stored=True))
+    if is_second and computed.refused:
+        logger.warning(
+            "Reuse in prompts of %d tokens is unchecked, because vLLM computed one without chunk-caches: %s",
+            tokens,
+            computed.refused,
+        )
+        return False
     largest = compare("computed by our passes", computed, 0, plain, TOLERANCE[dtype] + rounding)
     if not kept():
         logger.warning(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,9 @@ import pytest
 pytest.importorskip("vllm")
 
 from benchmarks.vllm_families import FAMILIES, architecture_of, save_checkpoint, scan
+from cachecraft_rag.compute.stack import AttentionSettings
 from cachecraft_rag.engine.engine import Engine
+from cachecraft_rag.errors import UnsupportedModelError
 from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.serving.priming import Primer
 from cachecraft_rag.store import ChunkCacheStore
@@ -22,13 +25,16 @@ from cachecraft_rag.vllm.messages import Ask
 from cachecraft_rag.vllm.options import VLLMOptions
 from cachecraft_rag.vllm.self_check import Predicted, check_prompt, self_check
 from cachecraft_rag.vllm.served_model import VLLMModel
+from cachecraft_rag.vllm.worker import layers as worker_layers
 from cachecraft_rag.vllm.worker import models
 from tests.vllm.conftest import TEXTS, Server
 from tests.vllm.test_equality import BASE, KETTLE, Expected, assert_equal, greedy
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedTokenizerFast
 
+WINDOW = 128  # longer than the prompt of the self-check
 ELSEWHERE = {"Llama", "Mistral", "Qwen2", "Qwen3"}  # in tests/vllm/test_equality.py
 # vLLM computes otherwise than transformers: an activation in other steps, windows that are one token longer
 OTHER_NUMBERS = {"Apertus", "Cohere 2"}
@@ -56,10 +62,10 @@ def expected_of(folder: Path, store: Path) -> tuple[dict[str, Expected], int]:
 
 
 def assert_passes_the_self_check(
-    server: Server, *, dtype: str = "float32", cache_dtype: str = ""
+    server: Server, *, dtype: str = "float32", cache_dtype: str = "", window: int = 0
 ) -> None:
-    """Run the check that a server runs when it starts."""
-    prompt = check_prompt(250, block_size=32, context_length=1024)
+    """Run the check that a server runs when it starts, or with a window the second one."""
+    prompt = check_prompt(250, block_size=32, context_length=1024, window=window)
     assert prompt is not None
 
     def predict(asked: Ask | list[int]) -> Predicted:
@@ -89,6 +95,13 @@ def assert_served(server: Server, cases: dict[str, Expected], layers: int) -> No
         if name != "moved, as by default":
             assert found.tokens == plain.tokens, name
             assert found.logprobs == pytest.approx(plain.logprobs, abs=1e-3), name
+
+
+def with_window(folder: Path, window: int) -> Path:
+    """Change the windows of a checkpoint."""
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"sliding_window": window}))
+    return folder
 
 
 @pytest.fixture
@@ -165,8 +178,8 @@ def test_a_model_with_other_windows_has_a_fingerprint_of_its_own(
 def test_the_engine_sets_up_what_windows_need(
     byte_tokenizer: PreTrainedTokenizerFast, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its self-check passes; without the argument, vLLM would keep two kinds of KV caches."""
-    folder = save_checkpoint("Gemma 2", tmp_path / "model", byte_tokenizer)
+    """Its self-checks pass; without the argument, vLLM would keep two kinds of KV caches."""
+    folder = with_window(save_checkpoint("Gemma 2", tmp_path / "model", byte_tokenizer), WINDOW)
     server = {"max_model_len": 1024, "enforce_eager": True, "max_num_seqs": 4, "block_size": 32}
     with (
         caplog.at_level("INFO", "cachecraft_rag.vllm"),
@@ -175,4 +188,31 @@ def test_the_engine_sets_up_what_windows_need(
         ),
     ):
         assert "vLLM keeps all tokens of these layers too" in caplog.text
-        assert "Self-check on" in caplog.text
+        assert "Self-check on 99 tokens" in caplog.text
+        assert "Self-check on 264 tokens" in caplog.text
+
+
+@pytest.mark.slow
+def test_a_check_across_windows_finds_passes_that_ignore_them(
+    byte_tokenizer: PreTrainedTokenizerFast,
+    make_server: Callable[..., Server],
+    registered: Callable[[str], None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Which the prompt of a model without windows is too short for."""
+    registered(architecture_of("Gemma 2"))
+    folder = with_window(save_checkpoint("Gemma 2", tmp_path / "model", byte_tokenizer), WINDOW)
+    server = make_server(folder, tmp_path / "caches", max_model_len=1024)
+    assert_passes_the_self_check(server, window=WINDOW)
+
+    def without_window(
+        scale: float, _window: int | None, softcap: float | None, sinks: Tensor | None
+    ) -> AttentionSettings:
+        return AttentionSettings(scale, None, softcap, sinks)
+
+    monkeypatch.setattr(worker_layers, "AttentionSettings", without_window)
+    server = make_server(folder, tmp_path / "others", max_model_len=1024)
+    assert_passes_the_self_check(server)
+    with pytest.raises(UnsupportedModelError, match="computed by our passes differ"):
+        assert_passes_the_self_check(server, window=WINDOW)

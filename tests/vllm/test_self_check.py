@@ -40,6 +40,7 @@ def check(prompt: Prompt) -> Check:
         reused_refused: str = "",
         lost: int = 0,
         kept: bool = True,
+        is_second: bool = False,
     ) -> bool:
         def predict(ask: Ask | list[int]) -> Predicted:
             if isinstance(ask, list):
@@ -51,7 +52,13 @@ def check(prompt: Prompt) -> Check:
             )
 
         return self_check(
-            "a model", prompt, predict, kept=lambda: kept, dtype=dtype, cache_dtype=cache_dtype
+            "a model",
+            prompt,
+            predict,
+            kept=lambda: kept,
+            dtype=dtype,
+            cache_dtype=cache_dtype,
+            is_second=is_second,
         )
 
     return checked
@@ -136,6 +143,35 @@ def test_segments_are_longer_than_a_block_where_they_fit(
     assert made is not None
     assert [len(segment.token_ids) for segment in made.segments] == [length] * 3
     assert made.bounds[-1] < context  # one token is answered
+
+
+@pytest.mark.parametrize("window", [128, 512, 1023, 4096])
+def test_a_prompt_with_windows_has_rows_of_every_segment_but_the_first_beyond_them(
+    window: int,
+) -> None:
+    made = check_prompt(100, block_size=16, context_length=8192, window=window)
+    assert made is not None
+    _, _, question, end = made.bounds
+    assert question > window, "the chunk's last rows do not see the first tokens"
+    assert end - window < question, "the question sees a part of the chunk"
+    assert end < 8192
+
+
+@pytest.mark.parametrize(("window", "context"), [(512, 840), (6000, 1 << 20)])
+def test_windows_that_no_prompt_of_the_check_can_cross_have_none(window: int, context: int) -> None:
+    assert check_prompt(100, block_size=16, context_length=context, window=window) is None
+    assert check_prompt(100, block_size=16, context_length=context) is not None
+
+
+def test_a_second_prompt_may_be_too_long_for_chunk_caches(
+    check: Check, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert not check(computed_refused="it is too long", is_second=True)
+    assert "387 tokens is unchecked" in caplog.text
+    assert "it is too long" in caplog.text
+    with pytest.raises(UnsupportedModelError, match="computed by our passes differ"):
+        check({}, is_second=True)
 
 
 def test_each_start_has_names_of_its_own() -> None:
