@@ -150,9 +150,15 @@ async def _together(engine: Engine, group: Group, numbers: range) -> list[dict[s
     return await asyncio.gather(*(_answer(engine, group, number) for number in numbers))
 
 
-def _reuse(settings: Mapping[str, Any]) -> ReuseConfig:
-    """Return the settings with these names that this checkout knows; older ones have no `ReuseMethod`."""
-    known = {field.name for field in fields(ReuseConfig)}
+def reuse_config(settings: Mapping[str, Any]) -> ReuseConfig:
+    """Return the settings with these names that this checkout knows.
+
+    Older checkouts have no `ReuseMethod`, and of early termination only Algorithm 1, as True.
+    """
+    known = {field.name: field.default for field in fields(ReuseConfig)}
+    if isinstance(known.get("early_termination"), bool):
+        is_on = settings.get("early_termination") == "published"
+        settings = {**settings, "early_termination": is_on}
     config = ReuseConfig(**{name: value for name, value in settings.items() if name in known})
     if "method" not in known:
         return config
@@ -175,7 +181,7 @@ async def _answer(engine: Engine, group: Group, number: int) -> dict[str, Any]:
     if group.sessions:
         history = [("user", f"And {number % 3}?"), ("assistant", "No.")]
         given = {"session": ("ada", "bob")[number % 2], "history": history}
-    config = _reuse(_REUSE | group.reuse)
+    config = reuse_config(_REUSE | group.reuse)
     sampling = SamplingParams(max_new_tokens=12, seed=number, **group.sampling)
     answer = engine.stream(question, chunks, sampling=sampling, config=config, **given)
     text = "".join([piece async for piece in answer])

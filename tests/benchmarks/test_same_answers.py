@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,3 +29,19 @@ def test_differences_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     done = CliRunner().invoke(app, ["same-answers", "--against", str(tmp_path), "--model", "demo"])
     assert done.exit_code == 1
     assert done.stdout == "a 1: text: x here, y there\n0 of 1 equal\n"
+
+
+@pytest.mark.parametrize(("setting", "older"), [("published", True), ("off", False)])
+def test_an_older_checkout_gets_early_termination_as_a_flag(
+    monkeypatch: pytest.MonkeyPatch, setting: str, older: bool
+) -> None:
+    from benchmarks import same_answers
+
+    @dataclass(frozen=True)
+    class OlderConfig:
+        drift: float = 0.4
+        early_termination: bool = False
+
+    monkeypatch.setattr(same_answers, "ReuseConfig", OlderConfig)
+    settings = {"drift": 0.0, "early_termination": setting, "unknown": 1}
+    assert same_answers.reuse_config(settings) == OlderConfig(0.0, older)
