@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from cachecraft_rag.errors import CacheCraftError, ModelNotFoundError, says_no_memory
@@ -14,7 +16,7 @@ from cachecraft_rag.model.hub_check import require_hub
 from cachecraft_rag.types.kv_layout import DTypeName, KVLayout
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 
 def chunk_bound_of(name: str) -> ModelTokens:
@@ -114,6 +116,16 @@ def _latent_head_dim(config: PretrainedConfig) -> int | None:
     if not getattr(config, "kv_lora_rank", None):
         return None
     return max(int(config.qk_nope_head_dim) + int(config.qk_rope_head_dim), int(config.v_head_dim))
+
+
+def take_processor_template(tokenizer: PreTrainedTokenizerBase, folder: Path | None) -> None:
+    """Give a tokenizer without a chat template that of its multimodal checkpoint's processor, if it has one.
+
+    Older checkpoints, such as Mistral Small 3.1, have it in `chat_template.json`, which no tokenizer reads.
+    """
+    file = None if folder is None else folder / "chat_template.json"
+    if file is not None and not tokenizer.chat_template and file.is_file():
+        tokenizer.chat_template = json.loads(file.read_text(encoding="utf-8"))["chat_template"]
 
 
 def own_dtype(config: PretrainedConfig) -> object:

@@ -37,6 +37,7 @@ from cachecraft_rag.model.checkpoint import (
     end_tokens_of,
     loading,
     own_dtype,
+    take_processor_template,
 )
 from cachecraft_rag.model.chunk_bound import ModelTokens
 from cachecraft_rag.model.fingerprint import (
@@ -247,6 +248,7 @@ class Decoder:
                     )
             _refuse_unsupported(model, name)  # before all weights are read once more
             folder = snapshot_folder(source, revision=getattr(config, "_commit_hash", None))
+            take_processor_template(tokenizer, folder)
             used = str(next(model.parameters()).dtype).removeprefix("torch.")
             fingerprint = None if folder is None else checkpoint_fingerprint(folder, dtype=used)
         decoder = cls(model.to(place), tokenizer, name=name, fingerprint=fingerprint)

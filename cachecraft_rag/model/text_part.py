@@ -49,6 +49,7 @@ def load_text_part(source: str, config: PretrainedConfig, dtype: torch.dtype | s
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config.get_text_config())
     model.model = whole.model.language_model
+    model.config = model.model.config  # the one that its layers read
     model.lm_head = whole.lm_head
     model.generation_config = whole.generation_config
     return model.eval()

@@ -17,6 +17,7 @@ from cachecraft_rag.model.checkpoint import (
     layout_of,
     loading,
     own_dtype,
+    take_processor_template,
 )
 from cachecraft_rag.model.fingerprint import checkpoint_fingerprint, snapshot_folder
 from cachecraft_rag.server.served_model import ServedModel
@@ -78,6 +79,7 @@ class VLLMModel(ServedModel):
         with loading(name) as source:
             tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
             folder = snapshot_folder(source, revision=getattr(config, "_commit_hash", None))
+            take_processor_template(tokenizer, folder)
             fingerprint = None if folder is None else checkpoint_fingerprint(folder, dtype=used)
             generation = None if folder is None else _generation_config(folder)
         if folder is None or fingerprint is None:

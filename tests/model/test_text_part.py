@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ from cachecraft_rag.errors import UnsupportedModelError
 from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.model.self_check import self_check
 from cachecraft_rag.model.sizes import layout_named
+from cachecraft_rag.vllm.served_model import VLLMModel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -33,6 +35,17 @@ def test_the_text_part_answers_as_the_whole_model(
         expected = whole(input_ids=ids).logits
         assert torch.allclose(decoder.model(input_ids=ids).logits, expected, atol=1e-5)
     self_check(decoder)
+
+
+def test_the_chat_template_of_a_processor_is_used(
+    byte_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    template = byte_tokenizer.chat_template
+    folder = save_checkpoint("Mistral Small 3, multimodal", tmp_path, byte_tokenizer)
+    (folder / "chat_template.jinja").unlink()
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": template}))
+    assert Decoder.load(str(folder)).tokenizer.chat_template == template
+    assert VLLMModel.load(str(folder)).tokenizer.chat_template == template
 
 
 @pytest.mark.parametrize(
