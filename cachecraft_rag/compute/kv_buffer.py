@@ -53,10 +53,7 @@ class KVBuffer:
         self.rotary = RotaryTables.of(stack, torch.arange(capacity, device=stack.device))
 
     def place(self, layer: int, chunk: Tensor, start: int) -> None:
-        """Rotate keys and copy values of a layer `[2, tokens, kv_heads, head_dim]` to `start` on.
-
-        The heads are those of this rank, or of all ranks.
-        """
+        """Rotate keys and copy values of a layer `[2, tokens, heads (own or all), head_dim]` to `start` on."""
         self.place_all(layer, [(chunk, start)])
 
     def place_all(self, layer: int, chunks: Sequence[tuple[Tensor, int]]) -> None:

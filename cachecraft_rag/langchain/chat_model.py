@@ -509,10 +509,7 @@ def _rest_of(calls: CallReader, generation: Generation) -> ChatGenerationChunk:
 
 
 def check_settings(settings: Mapping[str, object], *classes: type[BaseModel]) -> None:
-    """Raise ConfigError for a setting that is neither an option of `EngineConfig` nor a field of one of the classes.
-
-    "engine" and "llm" are refused, and a server's settings (`api_key`) pass: `ChatCacheCraft` ignores them.
-    """
+    """Raise ConfigError for a setting that is no option of `EngineConfig`, no field of the classes and no server's."""
     fields = {name for owner in classes for name in owner.model_fields} - {"engine", "llm"}
     known = {"store", "config"} | EngineConfig.option_names() | fields
     check_names(settings.keys() - _SERVER_SETTINGS, known, what="setting")

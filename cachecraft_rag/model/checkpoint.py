@@ -135,12 +135,8 @@ def own_dtype(config: PretrainedConfig) -> object:
 
 
 def context_length_of(config: PretrainedConfig) -> int:
-    """Return `max_position_embeddings`, or the shorter original length of LongRoPE.
-
-    LongRoPE has two sets of frequencies and changes all keys if a prompt exceeds the original length, so a chunk-cache
-    captured on one side of it is wrong on the other. Rejected: a fingerprint for each side, which would capture every
-    chunk twice.
-    """
+    """Return `max_position_embeddings`, or the shorter original length of LongRoPE: all keys of longer prompts differ."""
+    # Rejected: a fingerprint for each side of that length, which would capture every chunk twice.
     config = config.get_text_config()
     longest = int(config.max_position_embeddings)
     original = longrope_context(config)

@@ -47,7 +47,7 @@ def load_text_part(source: str, config: PretrainedConfig, dtype: torch.dtype | s
         source, dtype=dtype, trust_remote_code=False
     )
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config.get_text_config())
+        model = AutoModelForCausalLM.from_config(config.get_text_config())  # type: ignore[no-untyped-call]
     model.model = whole.model.language_model
     model.config = model.model.config  # the one that its layers read
     model.lm_head = whole.lm_head

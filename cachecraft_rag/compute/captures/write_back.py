@@ -106,10 +106,7 @@ class WriteBackQueue:
         self._followers: weakref.WeakKeyDictionary[RemovedChunks, str] = weakref.WeakKeyDictionary()
 
     def follow(self, removed: RemovedChunks, namespace: str = "") -> RemovedChunks:
-        """Add the ids of all chunks of a tenant that are removed from now on to this set; return it.
-
-        Does so while the set is alive. `namespace` "": that of the queue.
-        """
+        """Add the ids of a tenant's chunks ("": the queue's) to this set as they are removed; return the set."""
         with self._guard:
             self._followers[removed] = namespace or self._namespace
         return removed

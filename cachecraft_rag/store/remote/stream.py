@@ -69,10 +69,7 @@ class RemoteStream(Closeable):
         self.read_into(buffer)
 
     def encoded(self) -> Encoded | None:
-        """Return the whole payload; None until all of it was read. Also works after `close`.
-
-        Its parts are the buffers that were filled, in order, so the caller must not write to them.
-        """
+        """Return the payload as the buffers that were filled, not to be written to; None until all of it was read."""
         return tuple(self._parts) if self._taken == self.nbytes else None
 
     def read_into(self, buffer: memoryview) -> None:
