@@ -135,7 +135,7 @@ def own_dtype(config: PretrainedConfig) -> object:
 
 
 def context_length_of(config: PretrainedConfig) -> int:
-    """Return `max_position_embeddings`, or the shorter original length of LongRoPE: all keys of longer prompts differ."""
+    """Return `max_position_embeddings`, or LongRoPE's shorter original length: all keys of longer prompts differ."""
     # Rejected: a fingerprint for each side of that length, which would capture every chunk twice.
     config = config.get_text_config()
     longest = int(config.max_position_embeddings)
