@@ -54,7 +54,7 @@ class Rate:
     load      requests a second, as a share of what the server answers one at a time with reuse off
     qps       requests a second of both kinds, in place of --load
     requests  requests of each run; as many as fit into --minutes without it
-    minutes   time for everything; hit rates that would begin later are left out
+    minutes   time for everything; hit rates that would end later are left out
     """
 
     rates: str = "0,1,0.5,0.25,0.75"
@@ -136,25 +136,31 @@ class Measurement:
         return 2 * len(self.rate.hit_rates) + (self.servers.alone is not None)
 
     def _runs(self, load: Load, count: int, qps: float, seconds: float) -> list[Run]:
-        """Send the requests of all hit rates; without `rate.requests` no pair begins that would end too late."""
+        """Send the requests of all hit rates; without `rate.requests` no pair begins that would end too late.
+
+        Ctrl-C and SIGTERM end it: what was measured until then is returned.
+        """
         runs: list[Run] = []
         done = itertools.count(1)
 
         def tick(what: str) -> None:
             self.progress(Progress(next(done), count * self._run_count, what))
 
-        for hit_rate in self.rate.hit_rates:
-            is_late = time.monotonic() > self.deadline - 2 * seconds
-            if runs and self.rate.requests is None and is_late:
-                break
-            figures_of = {
-                side: load.measured(
-                    side, count, qps, hit_rate, partial(tick, f"{side}, hit rate {hit_rate:g}")
-                )
-                for side in self._order(len(runs))
-            }
-            ttft_ratio = ratio(figures_of[REUSE], figures_of[REUSE_OFF])
-            runs.append(Run(hit_rate, figures_of, ttft_ratio))
+        try:
+            for hit_rate in self.rate.hit_rates:
+                is_late = time.monotonic() > self.deadline - 2 * seconds
+                if runs and self.rate.requests is None and is_late:
+                    break
+                sides = {
+                    side: load.measured(
+                        side, count, qps, hit_rate, partial(tick, f"{side}, hit rate {hit_rate:g}")
+                    )
+                    for side in self._order(len(runs))
+                }
+                runs.append(Run(hit_rate, sides, ratio(sides[REUSE], sides[REUSE_OFF])))
+        except (KeyboardInterrupt, SystemExit):
+            if not runs:
+                raise
         return runs
 
     def _order(self, place: int) -> list[str]:
@@ -286,9 +292,8 @@ def print_report(report: Report) -> None:
     if left:
         out.print(f"{left} requests with documents were left to vLLM: their notes say why.")
     if report.left_out:
-        out.print(
-            f"No time for hit rates {', '.join(map(str, sorted(report.left_out)))}: raise --minutes."
-        )
+        left_out = ", ".join(f"{rate:g}" for rate in report.left_out)
+        out.print(f"Hit rates {left_out} were not measured: raise --minutes, or let it end.")
 
 
 def _seconds(spread: Spread) -> str:

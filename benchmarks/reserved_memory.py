@@ -25,6 +25,7 @@ from cachecraft_rag.vllm.worker.fill_memory import FillMemory
 GB = 10**9
 GPU_BYTES = 80 * GB
 UTILIZATION = 0.9  # vLLM's default for --gpu-memory-utilization
+BATCHED_TOKENS = 8192  # vLLM's default for --max-num-batched-tokens in a server on an H100
 CONTEXTS = (8192, 32768, 131072)
 _WIDTH = 2  # bytes of a number in bfloat16
 
@@ -95,6 +96,7 @@ def reserved(server: str, context: int) -> Reserved:
     settings = ConnectorSettings("", ModelIdentity(server, layout, context))
     config: Any = SimpleNamespace(
         parallel_config=SimpleNamespace(tensor_parallel_size=ranks),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=BATCHED_TOKENS),
         model_config=SimpleNamespace(
             max_model_len=context, hf_text_config=SimpleNamespace(**shape)
         ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,18 @@ import numpy as np
 import pytest
 
 from benchmarks import reserved_memory
+from benchmarks.load import Measurement, Rate
+from benchmarks.load_client import Servers
 from benchmarks.load_figures import Answered, Figures, break_even, crossing, figures, ratio
 from benchmarks.load_requests import REUSE, REUSE_OFF, VLLM_ALONE, Mix, body, drawn
 from benchmarks.local_server import serving
+from benchmarks.own_instruction import Server
 from cachecraft_rag.engine.config import EngineConfig
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.errors import ConfigError, ServerError
 from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.store import ChunkCacheStore
+from cachecraft_rag.types.progress import Progress
 
 MIX = Mix(documents_share=0.5, chunks=3, words=20, pool=9)
 
@@ -226,6 +231,23 @@ def test_hit_rates_without_time_are_named(
     report = benchmark_json("load", "--server", server, "--rates", "1,0", *without_count)
     assert [run["hit_rate"] for run in report["runs"]] == [1.0]
     assert report["left_out"] == [0.0]
+
+
+def test_what_was_measured_before_a_stop_is_kept(server: str) -> None:
+    steps: list[Progress] = []
+
+    def stop_in_the_second_run(step: Progress) -> None:
+        steps.append(step)
+        if step.done == 14:
+            raise KeyboardInterrupt
+
+    rate = Rate(rates="1,0", qps=50.0, requests=6)
+    mix = Mix(chunks=2, words=12, pool=4, others_tokens=4)
+    with closing(Server(server)) as ours:
+        report = Measurement(Servers(ours), mix, rate, 0.0, stop_in_the_second_run).report()
+    assert [run.hit_rate for run in report.runs] == [1.0]
+    assert report.left_out == (0.0,)
+    assert steps[-1].done == 14
 
 
 def test_a_refused_request_ends_the_measurement_with_the_server_s_reason(
