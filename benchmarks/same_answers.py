@@ -238,11 +238,17 @@ def main(
             )
             outputs.append([json.loads(line) for line in output.splitlines()])
     equal = 0
+    in_one_only: set[str] = set()
     for ours, theirs in zip(*outputs, strict=True):
-        equal += ours == theirs
-        for name in ours:
-            if ours[name] != theirs[name]:
-                typer.echo(f"{ours['request']}: {name}: {ours[name]} here, {theirs[name]} there")
+        in_one_only |= ours.keys() ^ theirs.keys()
+        different = [
+            name for name in ours if name not in in_one_only and ours[name] != theirs[name]
+        ]
+        equal += not different
+        for name in different:
+            typer.echo(f"{ours['request']}: {name}: {ours[name]} here, {theirs[name]} there")
+    if in_one_only:
+        typer.echo(f"not compared, because one checkout lacks it: {', '.join(sorted(in_one_only))}")
     typer.echo(f"{equal} of {len(outputs[0])} equal")
     if equal < len(outputs[0]):
         sys.exit(1)

@@ -45,3 +45,23 @@ def test_an_older_checkout_gets_early_termination_as_a_flag(
     monkeypatch.setattr(same_answers, "ReuseConfig", OlderConfig)
     settings = {"drift": 0.0, "early_termination": setting, "unknown": 1}
     assert same_answers.reuse_config(settings) == OlderConfig(0.0, older)
+
+
+def test_numbers_of_one_checkout_only_are_named_and_not_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from benchmarks import same_answers
+    from benchmarks.__main__ import app
+
+    outputs: Iterator[Any] = iter(
+        [
+            '{"request": "a 1", "text": "x", "tokens_spared": 0}\n',
+            '{"request": "a 1", "text": "x"}\n',
+        ]
+    )
+    monkeypatch.setattr(same_answers.subprocess, "check_output", lambda *_, **__: next(outputs))
+    done = CliRunner().invoke(app, ["same-answers", "--against", str(tmp_path), "--model", "demo"])
+    assert done.exit_code == 0
+    assert done.stdout == (
+        "not compared, because one checkout lacks it: tokens_spared\n1 of 1 equal\n"
+    )
