@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import shutil
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -249,6 +250,12 @@ class Server:
         del self.llm
         gc.collect()
         cleanup_dist_env_and_memory()
+        # vLLM's drafts from tokens import numba. A later server of this process would fail: as it starts, vLLM's CPU
+        # build reads the attributes of everything in every loaded module, and llvmlite's library (numba's compiler)
+        # returns a function for each.
+        for name in list(sys.modules):
+            if name.partition(".")[0] in ("llvmlite", "numba"):
+                del sys.modules[name]
 
 
 @pytest.fixture

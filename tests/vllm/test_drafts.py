@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -45,11 +44,6 @@ def server(
     made.ask([capture], tokens=1)
     yield made
     made.close()
-    # vLLM's drafts from tokens import numba. A later server of this process would fail: as it starts, vLLM's CPU build
-    # reads the attributes of everything in every loaded module, and llvmlite's library (numba's compiler) returns a
-    # function for each.
-    for name in [name for name in sys.modules if name.partition(".")[0] in ("llvmlite", "numba")]:
-        del sys.modules[name]
 
 
 @pytest.fixture
