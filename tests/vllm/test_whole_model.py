@@ -36,7 +36,10 @@ class Model:
 
     def __init__(self, scale: Tensor | None = None) -> None:
         self.vllm_config = SimpleNamespace(
-            scheduler_config=SimpleNamespace(max_num_batched_tokens=64)
+            scheduler_config=SimpleNamespace(max_num_batched_tokens=64),
+            model_config=SimpleNamespace(
+                supports_multimodal_inputs=False, enable_prompt_embeds=False, mrope_num_dims=0
+            ),
         )
         self.layers = [
             SimpleNamespace(
