@@ -426,19 +426,19 @@ def save_checkpoint(name: str, folder: Path, tokenizer: Any) -> Path:
                 parameter.add_(0.2 * torch.randn(parameter.shape))  # norms and sinks differ
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    if name == "Gemma 3, multimodal":
-        _name_weights_as_published(folder / "model.safetensors")
+    if name in ("Gemma 3, multimodal", "Qwen3-VL MoE"):
+        _write_weights_as_published(folder / "model.safetensors")
     return folder
 
 
-def _name_weights_as_published(file: Path) -> None:
-    """Give the weights of Gemma 3's images the names of published checkpoints, which vLLM reads."""
-    tensors = load_file(file)
-    named = {
-        name.replace("vision_tower.", "vision_tower.vision_model."): tensor
-        for name, tensor in tensors.items()
-    }
-    save_file(named, file, metadata={"format": "pt"})
+def _write_weights_as_published(file: Path) -> None:
+    """Name and lay out weights as in published checkpoints, which vLLM reads, and not as transformers saves them."""
+    written: dict[str, torch.Tensor] = {}
+    for name, tensor in load_file(file).items():
+        is_experts = name.endswith((".experts.gate_up_proj", ".experts.down_proj"))
+        published = name.replace("vision_tower.", "vision_tower.vision_model.")
+        written[published] = tensor.transpose(1, 2).contiguous() if is_experts else tensor
+    save_file(written, file, metadata={"format": "pt"})
 
 
 class _Server:
