@@ -137,6 +137,16 @@ USES: tuple[Use, ...] = (
         parameters=("attn_metadata", "vllm_config"),
         keywords=("slot_mapping",),
     ),
+    # Multimodal models: the text part, and what images add to the layers of a running step.
+    Use("vllm.model_executor.models.interfaces", "SupportsMultiModal.get_language_model"),
+    Use(
+        "vllm.model_executor.models.qwen3_vl",
+        text=(
+            "self.deepstack_input_embeds = [",
+            "self.deepstack_input_embeds_num_tokens = 0",
+            "self.deepstack_input_embeds[idx]",
+        ),
+    ),
     # Models that vLLM runs with the layers of transformers.
     Use(
         "vllm.model_executor.models.transformers",
@@ -328,6 +338,9 @@ USES: tuple[Use, ...] = (
             "logprobs_mode",
             "max_logprobs",
             "model_impl",
+            "supports_multimodal_inputs",
+            "enable_prompt_embeds",
+            "mrope_num_dims",
         ),
     ),
     Use("vllm.config.load", "LoadConfig", attributes=("load_format", "model_loader_extra_config")),

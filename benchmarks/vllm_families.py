@@ -64,8 +64,11 @@ ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "TORCHDYNAMO_DISABLE": "1",
+    "VLLM_MLA_DISABLE": "1",
 }
 
+# the kernel of vLLM's CPU build rotates DeepSeek's queries `[rows, heads, head_dim]` wrongly
+NATIVE_ROTATION = {"custom_ops": ["all", "-rotary_embedding"]}
 WINDOW = 32  # shorter than a chunk of the tests
 LAYERS = 4
 _ALTERNATING = ["sliding_attention", "full_attention"] * (LAYERS // 2)
@@ -92,6 +95,25 @@ _YARN = {
     "factor": 4.0,
     "original_max_position_embeddings": 128,
 }
+# Latent attention, whose keys vLLM keeps per head with VLLM_MLA_DISABLE.
+_LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 48,
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 24,
+}
+_DEEPSEEK = {
+    **_LATENT,
+    **_EXPERTS,
+    "head_dim": 8,  # of the part that is rotated
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
 # By name: the prefix of the classes in transformers, and the settings of the config besides `_SHAPE`.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Apertus": ("Apertus", {}),
@@ -99,6 +121,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "CWM": ("Cwm", {**_WINDOWS, "bos_token_id": 0}),
     "Cohere": ("Cohere", {**_TIED, "logit_scale": 1.0}),
     "Cohere 2": ("Cohere2", {**_WINDOWS, **_TIED, "logit_scale": 1.0}),
+    "DeepSeek V2": ("DeepseekV2", _DEEPSEEK),
+    "DeepSeek V3": ("DeepseekV3", {**_DEEPSEEK, "topk_method": "noaux_tc"}),
     "ERNIE 4.5": ("Ernie4_5", {}),
     "EXAONE 4": ("Exaone4", {**_WINDOWS, "sliding_window_pattern": 2}),
     "FlexOlmo": ("FlexOlmo", {"num_experts": 4, "num_experts_per_tok": 2}),
@@ -115,6 +139,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "first_k_dense_replace": 1,
         },
     ),
+    "GLM-4 MoE Lite": ("Glm4MoeLite", _DEEPSEEK),
     "GPT-NeoX": ("GPTNeoX", {}),
     "Gemma": ("Gemma", _TIED),
     "Gemma 2": (
@@ -148,6 +173,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "Mellum": ("Mellum", {**_WINDOWS, **_EXPERTS, "num_experts": 4}),
     "Ministral 3": ("Ministral3", {"sliding_window": None}),
+    "MiniCPM 3": ("MiniCPM3", {**_LATENT, "head_dim": 32}),
     "Mistral": ("Mistral", {"sliding_window": None}),
     "Mixtral": (
         "Mixtral",
@@ -310,6 +336,7 @@ MULTIMODAL: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {
             **_EXPERTS,
             "num_experts": 4,
+            "norm_topk_prob": True,
             "rope_parameters": {**_MROPE, "mrope_interleaved": True},
         },
         {**_QWEN_TOKENS, "vision_config": _QWEN3_VISION},
@@ -317,23 +344,28 @@ MULTIMODAL: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@contextlib.contextmanager
-def no_images() -> Iterator[None]:
-    """Return a context in which vLLM serves texts of multimodal models without their image processors.
+def missing_torchvision() -> dict[str, ModuleType]:
+    """Return empty modules by name in place of torchvision, {} if it is installed.
 
-    vLLM would size their memory by a largest image. Its code imports torchvision, whose wheel on PyPI does not fit
-    vLLM's CPU build: if it is missing, empty modules take its place.
+    vLLM's code for images imports it, and its wheel on PyPI does not fit vLLM's CPU build.
     """
     modules: dict[str, ModuleType] = {}
-    if find_spec("torchvision") is None:
-        for name in ("torchvision", *(f"torchvision.{part}" for part in _TORCHVISION)):
-            module = modules[name] = ModuleType(name)
-            module.__spec__ = ModuleSpec(name, None, is_package=True)
-            parent, _, child = name.rpartition(".")
-            if parent:
-                setattr(modules[parent], child, module)
+    if find_spec("torchvision") is not None:
+        return modules
+    for name in ("torchvision", *(f"torchvision.{part}" for part in _TORCHVISION)):
+        module = modules[name] = ModuleType(name)
+        module.__spec__ = ModuleSpec(name, None, is_package=True)
+        parent, _, child = name.rpartition(".")
+        if parent:
+            setattr(modules[parent], child, module)
+    return modules
+
+
+@contextlib.contextmanager
+def no_images() -> Iterator[None]:
+    """Return a context in which vLLM starts multimodal models without asking their image processors for sizes."""
     with (
-        patch.dict(sys.modules, modules),
+        patch.dict(sys.modules, missing_torchvision()),
         patch("vllm.multimodal.encoder_budget.get_mm_max_toks_per_item", lambda *_a, **_k: {}),
     ):
         yield
@@ -394,28 +426,28 @@ def save_checkpoint(name: str, folder: Path, tokenizer: Any) -> Path:
                 parameter.add_(0.2 * torch.randn(parameter.shape))  # norms and sinks differ
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    if name == "Gemma 3, multimodal":
-        _name_weights_as_published(folder / "model.safetensors")
+    if name in ("Gemma 3, multimodal", "Qwen3-VL MoE"):
+        _write_weights_as_published(folder / "model.safetensors")
     return folder
 
 
-def _name_weights_as_published(file: Path) -> None:
-    """Give the weights of Gemma 3's images the names of published checkpoints, which vLLM reads."""
-    tensors = load_file(file)
-    named = {
-        name.replace("vision_tower.", "vision_tower.vision_model."): tensor
-        for name, tensor in tensors.items()
-    }
-    save_file(named, file, metadata={"format": "pt"})
+def _write_weights_as_published(file: Path) -> None:
+    """Name and lay out weights as in published checkpoints, which vLLM reads, and not as transformers saves them."""
+    written: dict[str, torch.Tensor] = {}
+    for name, tensor in load_file(file).items():
+        is_experts = name.endswith((".experts.gate_up_proj", ".experts.down_proj"))
+        published = name.replace("vision_tower.", "vision_tower.vision_model.")
+        written[published] = tensor.transpose(1, 2).contiguous() if is_experts else tensor
+    save_file(written, file, metadata={"format": "pt"})
 
 
 class _Server:
     """vLLM in this process, with the connector."""
 
-    def __init__(self, folder: Path, store: Path, **options: Any) -> None:
+    def __init__(self, folder: Path, store: Path) -> None:
         from vllm import LLM
 
-        served = VLLMModel.load(str(folder), dtype="float32", options=VLLMOptions())
+        served = VLLMModel.load(str(folder), dtype="float32", options=VLLMOptions.from_values({}))
         settings = ConnectorSettings(str(store), served.identity, EngineConfig(), _KEY)
         given: dict[str, Any] = {
             "dtype": "float32",
@@ -426,8 +458,9 @@ class _Server:
             "enable_prefix_caching": False,
             "kv_transfer_config": settings.transfer_config(),
             "disable_log_stats": True,
+            "compilation_config": NATIVE_ROTATION,
         }
-        self._llm: Any = LLM(model=str(folder), **(given | served.arguments | options))
+        self._llm: Any = LLM(model=str(folder), **(given | served.arguments))
 
     def answer(self, asked: Ask | list[int], tokens: int = ANSWER_TOKENS) -> tuple[list[int], Any]:
         """Return the tokens of a greedy answer, and the prediction of the first one."""
@@ -514,6 +547,7 @@ def largest_error(server: Any) -> float:
     return largest
 
 
+@no_images()
 def scan(family: str) -> FamilyResult:
     """Serve a family, compare it with vLLM's own prefill, and return the result."""
     from vllm import ModelRegistry
@@ -582,7 +616,7 @@ def refused_by_config() -> list[FamilyResult]:
     """
     from vllm.model_executor.models import registry
 
-    tried = {architecture_of(family) for family in FAMILIES}
+    tried = {architecture_of(family) for family in (*FAMILIES, *MULTIMODAL)}
     names = {*registry._TEXT_GENERATION_MODELS, *registry._TRANSFORMERS_SUPPORTED_MODELS}
     model_types = {name: kind for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()}
     results: list[FamilyResult] = []
@@ -645,10 +679,11 @@ def main(
     os.environ.update(ENVIRONMENT)
     transformers.logging.set_verbosity_error()
     known: dict[str, FamilyResult] = {}
+    names_of_all = (*FAMILIES, *MULTIMODAL)
     if csv_path is not None and csv_path.exists():
         results = read_csv(csv_path)
-        known = {result.family: result for result in results if result.family in FAMILIES}
-    for family in names or FAMILIES:
+        known = {result.family: result for result in results if result.family in names_of_all}
+    for family in names or names_of_all:
         result = known[family] = scan(family)
         print(
             f"{family:28} {result.outcome:10} {result.error:6} {result.reason or result.layers}",

@@ -46,8 +46,9 @@ def load_text_part(source: str, config: PretrainedConfig, dtype: torch.dtype | s
     whole = AutoModelForImageTextToText.from_pretrained(
         source, dtype=dtype, trust_remote_code=False
     )
+    causal_lm: Any = AutoModelForCausalLM
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config.get_text_config())  # type: ignore[no-untyped-call]
+        model = causal_lm.from_config(config.get_text_config())
     model.model = whole.model.language_model
     model.config = model.model.config  # the one that its layers read
     model.lm_head = whole.lm_head

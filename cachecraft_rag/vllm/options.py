@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Protocol, Self
@@ -61,6 +62,7 @@ class ModelConfig(Protocol):
     hf_text_config: PretrainedConfig
     supports_multimodal_inputs: bool
     enable_prompt_embeds: bool
+    use_mla: bool
     mrope_num_dims: int  # positions per token of a multimodal model; 0 if it has one
 
 
@@ -151,6 +153,7 @@ class VLLMOptions:
     Attributes:
         drafting: method of speculative decoding; "" if it is off.
         prefetches_weights: True if weights are offloaded and fetched layer by layer during a forward pass.
+        keeps_latents: True if vLLM keeps the latents of multi-head latent attention in place of keys per head.
         max_model_len: the longest context; 0 if none is given, or not as a plain number.
         shaping: (option, value) of each option that changes the model's results.
     """
@@ -165,6 +168,7 @@ class VLLMOptions:
     model_impl: str = "auto"
     drafting: str = ""
     prefetches_weights: bool = False
+    keeps_latents: bool = True
     max_model_len: int = 0
     shaping: tuple[tuple[str, str], ...] = ()
 
@@ -206,7 +210,7 @@ class VLLMOptions:
         known = {
             field.name: type(field.default)
             for field in fields(cls)
-            if field.name not in ("shaping", "max_model_len", "drafting")
+            if field.name not in ("shaping", "max_model_len", "drafting", "keeps_latents")
         }
         chosen = {
             name: _as(known[name], name, values[name])
@@ -218,6 +222,7 @@ class VLLMOptions:
             str(values.get("offload_backend") or "auto"),
             _as(int, "offload_group_size", values.get("offload_group_size")),
         )
+        chosen["keeps_latents"] = os.environ.get("VLLM_MLA_DISABLE", "0") in ("", "0")
         longest = str(values.get("max_model_len"))
         chosen["max_model_len"] = int(longest) if longest.isdecimal() else 0
         shaping = [
@@ -250,6 +255,7 @@ class VLLMOptions:
             disable_sliding_window=bool(config.model_config.disable_sliding_window),
             model_impl=str(config.model_config.model_impl),
             drafting=_method_of(config.speculative_config),
+            keeps_latents=config.model_config.use_mla,
             max_model_len=int(config.model_config.max_model_len),
             prefetches_weights=_prefetches(
                 offload.offload_backend, offload.prefetch.offload_group_size

@@ -10,7 +10,7 @@ docs/reference/vllm.md lists all of them ("Refused"), and `tests/vllm/test_refus
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -44,6 +44,15 @@ _COSTS = {
     "layers too, so they take as much of its KV cache as full attention.",
     "max_model_len": "The model has LongRoPE, so prompt and answer are limited to its original context.",
 }
+_LATENT = "its attention is latent (MLA), and vLLM keeps no keys per head"
+_KEYS_PER_HEAD = (
+    "Set VLLM_MLA_DISABLE=1 in the server's environment: vLLM then keeps keys per head, which take several times as "
+    "much of its KV cache"
+)
+_ALWAYS_PER_HEAD = frozenset({"MiniCPM3ForCausalLM"})
+# architecture of Mistral's multimodal checkpoints in their own format
+_MISTRAL_FORMAT = "PixtralForConditionalGeneration"
+_AS_PUBLISHED = "Add `-- --config-format hf --load-format hf --tokenizer-mode hf`"
 _OTHER_MODEL = (
     "Choose another model, serve this one without reuse (`vllm serve`), or ask it without a server: docs/models.md "
     "lists the families that run in process"
@@ -106,14 +115,14 @@ def missing_arguments(
 
 
 def _refusals(config: PretrainedConfig, options: VLLMOptions) -> Iterator[Refusal]:
-    yield from _of_model(config)
+    yield from _of_model(config, options)
     yield from _of_positions(config, options)
     yield from _of_windows(config.get_text_config(), options)
     yield from _of_kv_caches(config, options)
     yield from _of_options(options)
 
 
-def _of_model(config: PretrainedConfig) -> Iterator[Refusal]:
+def _of_model(config: PretrainedConfig, options: VLLMOptions) -> Iterator[Refusal]:
     text = config.get_text_config()
     if text.model_type in _STATE_SPACE:
         # no advice to ask it without a server: no engine can reuse it
@@ -121,11 +130,12 @@ def _of_model(config: PretrainedConfig) -> Iterator[Refusal]:
             "it is a state-space model, which has no KV cache",
             "Choose another model, or serve this one without reuse (`vllm serve`)",
         )
-    if getattr(text, "kv_lora_rank", None):
-        yield Refusal("its attention is latent (MLA) and does not keep keys per head", _OTHER_MODEL)
+    names = list(getattr(config, "architectures", None) or [])
+    if getattr(text, "kv_lora_rank", None) and not _keeps_keys(names, options):
+        is_known = any(name in ARCHITECTURES for name in names)
+        yield Refusal(_LATENT, _KEYS_PER_HEAD if is_known else _OTHER_MODEL)
     if getattr(config, "is_encoder_decoder", False):
         yield Refusal("it is an encoder-decoder", _OTHER_MODEL)
-    names = list(getattr(config, "architectures", None) or [])
     kinds = set(getattr(text, "layer_types", None) or ())
     if any(word in kind for kind in kinds for word in _RECURRENT):
         yield Refusal(
@@ -135,11 +145,22 @@ def _of_model(config: PretrainedConfig) -> Iterator[Refusal]:
     for name in names:
         if name in _REFUSED_LAYERS:
             yield Refusal(_REFUSED_LAYERS[name], _OTHER_MODEL)
+    if _MISTRAL_FORMAT in names:
+        yield Refusal(
+            "vLLM reads it in Mistral's own format, which names other layers", _AS_PUBLISHED
+        )
     if not any(name in ARCHITECTURES for name in names):
         known = ", ".join(sorted(ARCHITECTURES))
         yield Refusal(
             f"its architecture is {', '.join(names) or 'unknown'}; known are {known}", _OTHER_MODEL
         )
+
+
+def _keeps_keys(names: Iterable[str], options: VLLMOptions) -> bool:
+    """Return True if vLLM keeps keys per head for latent attention, as it always does for MiniCPM3."""
+    if not options.keeps_latents:
+        return any(name in ARCHITECTURES for name in names)
+    return _ALWAYS_PER_HEAD.issuperset(names)
 
 
 def _of_positions(config: PretrainedConfig, options: VLLMOptions) -> Iterator[Refusal]:

@@ -286,7 +286,7 @@ def test_captures_of_all_but_the_last_pass_leave_the_gpu_and_are_stored(
     queue.submit(gathered, keys, CaptureContext(SEGMENTS, BOUNDS, [1.0] * 4, None))
     queue.close()
     names = [segment.segment_id for segment in SEGMENTS[:3]]
-    variants = store.lookup("default", decoder.fingerprint, names, session=None)
+    variants = store.find("default", decoder.fingerprint, names, session=None).variants
     for name, capture in zip(names, expected.recorder.captures, strict=True):
         (variant,) = variants[name]
         loaded = store.load(variant)

@@ -121,9 +121,9 @@ def test_other_rotary_tables_are_served() -> None:
 MODELS: list[tuple[str, dict[str, Any], str]] = [
     ("Bloom", {}, "its architecture is BloomForCausalLM; known are ApertusForCausalLM"),
     (
-        "Gemma3",
-        {"architectures": ["Gemma3ForConditionalGeneration"]},
-        "Gemma3ForConditionalGeneration",
+        "Llava",
+        {"architectures": ["LlavaForConditionalGeneration"]},
+        "its architecture is LlavaForConditionalGeneration",
     ),
     ("HunYuanDenseV1", {}, "its queries and keys are normalised after their rotation"),
     (
@@ -131,8 +131,14 @@ MODELS: list[tuple[str, dict[str, Any], str]] = [
         {},
         "learned positions are added to its tokens, so its keys cannot be moved",
     ),
-    ("DeepseekV3", {}, "latent (MLA)"),
+    ("DeepseekV3", {}, "latent (MLA), and vLLM keeps no keys per head. Set VLLM_MLA_DISABLE=1"),
+    ("DeepseekV32", {}, "latent (MLA), and vLLM keeps no keys per head. Choose another model"),
     ("T5", {}, "encoder-decoder"),
+    (
+        "Mistral3",
+        {"architectures": ["PixtralForConditionalGeneration"]},
+        "Mistral's own format, which names other layers. Add `-- --config-format hf",
+    ),
     ("Qwen3Next", {}, "one running state instead of keys"),
     ("Mamba", {}, "it is a state-space model, which has no KV cache. Choose another model"),
     ("Mamba", {"architectures": None}, "state-space model"),
@@ -172,7 +178,9 @@ def test_models_that_are_refused_by_their_config(
     message = str(found.error("the model"))
     assert says in message
     assert message.startswith("the model cannot be served from chunk-caches: ")
-    assert start_up_refusal(vllm_config(hf_config(family, **changed)), ONE) == found  # in vLLM, too
+    has_latents = hasattr(hf_config(family), "kv_lora_rank")
+    running = vllm_config(hf_config(family, **changed), model__use_mla=has_latents)
+    assert start_up_refusal(running, ONE) == found  # in vLLM, too
 
 
 @pytest.mark.parametrize(
@@ -184,6 +192,27 @@ def test_windows_in_some_layers_are_served(family: str) -> None:
     hf = hf_config(family, **names)
     assert has_windows_in_some_layers(hf)
     assert refusal(hf, VLLMOptions()) is None
+
+
+@pytest.mark.parametrize("family", ["Gemma3", "Mistral3", "Qwen2VL", "Qwen2_5_VL", "Qwen3VL"])
+def test_multimodal_models_with_a_served_text_part_are_served(family: str) -> None:
+    """Also with three positions per token (mRoPE), which are equal in a text."""
+    names = {"architectures": [f"{family}ForConditionalGeneration"]}
+    hf = hf_config(family, **names)
+    hf.get_text_config().sliding_window = 512 if family == "Gemma3" else None
+    assert refusal(hf, VLLMOptions()) is None
+    assert start_up_refusal(vllm_config(hf), ONE) is None
+
+
+def test_latent_attention_is_served_where_vllm_keeps_keys_per_head(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hf = hf_config("DeepseekV3")
+    monkeypatch.setenv("VLLM_MLA_DISABLE", "1")
+    assert refusal(hf, VLLMOptions.from_arguments([])) is None
+    assert start_up_refusal(vllm_config(hf, model__use_mla=False), ONE) is None
+    monkeypatch.setenv("VLLM_MLA_DISABLE", "0")
+    assert refusal(hf, VLLMOptions.from_arguments([])) is not None
 
 
 def test_a_window_that_vllm_switches_off_is_no_reason() -> None:

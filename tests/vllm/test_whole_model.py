@@ -36,7 +36,10 @@ class Model:
 
     def __init__(self, scale: Tensor | None = None) -> None:
         self.vllm_config = SimpleNamespace(
-            scheduler_config=SimpleNamespace(max_num_batched_tokens=64)
+            scheduler_config=SimpleNamespace(max_num_batched_tokens=64),
+            model_config=SimpleNamespace(
+                supports_multimodal_inputs=False, enable_prompt_embeds=False, mrope_num_dims=0
+            ),
         )
         self.layers = [
             SimpleNamespace(
@@ -143,6 +146,46 @@ def test_after_an_error_the_layers_continue_for_the_other_ranks(*, raw: bool) ->
     assert whole_pass.written == [0]
     assert [states[1, 0, 0].item() for states in model.entered] == [2.0, 4.0, 4.0]
     assert_vllm_attends(model)
+
+
+class Multimodal(Model):
+    """Takes embeddings and three positions per token; images of vLLM's running step add to its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        config = self.vllm_config.model_config
+        config.supports_multimodal_inputs = True
+        config.mrope_num_dims = 3
+        self.deepstack_input_embeds = [torch.ones(64, HEAD)]
+        self.deepstack_input_embeds_num_tokens = 7
+        self.images: list[Tensor] = []
+
+    def embed_input_ids(self, ids: Tensor) -> Tensor:
+        return ids[:, None].expand(-1, HEAD)
+
+    def __call__(
+        self,
+        ids: Tensor | None,
+        positions: Tensor,
+        _intermediate: None,
+        embedded: Tensor | None = None,
+    ) -> Tensor:
+        assert ids is None
+        assert embedded is not None
+        self.images += self.deepstack_input_embeds
+        return super().__call__(embedded[:, 0], positions, None)
+
+
+def test_a_multimodal_model_gets_a_text_as_vllm_gives_it_one() -> None:
+    model, whole_pass = Multimodal(), Doubling()
+    step = model.deepstack_input_embeds
+    run(model, whole_pass)
+    assert [states[1, 0, 0].item() for states in model.entered] == [2.0, 4.0, 8.0]
+    assert model.positions == [[[5, 9]] * 3], "mRoPE: all positions of a token are equal in a text"
+    assert [image.shape for image in model.images] == [(2, HEAD)]
+    assert not any(image.any() for image in model.images)
+    assert model.deepstack_input_embeds is step, "vLLM's own step has its images again"
+    assert model.deepstack_input_embeds_num_tokens == 7
 
 
 def test_quantised_outputs_are_refused() -> None:

@@ -108,11 +108,14 @@ class VLLMLayerCall:
     def _called(self, hidden: Tensor, positions: Tensor) -> Tensor:
         if self.carries_residual:
             named = {_POSITIONS: positions, _HIDDEN: hidden[0], _RESIDUAL: hidden[1]}
-            return torch.stack(self.layer(**named))
+            states, residual = self.layer(**named)
+            if residual is None:  # MiniCPM adds it itself
+                residual = torch.zeros_like(states)
+            return torch.stack((states, residual))
         out = self.layer(**{_POSITIONS: positions, _HIDDEN: hidden[0]})
         # StableLM's layers also return a residual that is in the output already.
-        states: Tensor = out[0] if isinstance(out, tuple) else out
-        return states[None]
+        output: Tensor = out[0] if isinstance(out, tuple) else out
+        return output[None]
 
 
 @dataclass(frozen=True, eq=False)

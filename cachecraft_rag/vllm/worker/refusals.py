@@ -18,9 +18,9 @@ def start_up_refusal(config: VLLMConfig, kv_cache_config: KVCacheConfig) -> Refu
     early = refusal(model.hf_config, VLLMOptions.from_config(config))
     if early is not None:
         return early
-    if getattr(model, "use_mla", False):
+    if model.use_mla:
         return Refusal(
-            "its attention is latent (MLA) and does not keep keys per head", _OTHER_MODEL
+            "its attention is latent (MLA), and vLLM keeps no keys per head", _OTHER_MODEL
         )
     return _of_kv_caches(kv_cache_config) or _of_ranks(config)
 
