@@ -88,6 +88,7 @@ def rank(number: int, rendezvous: str, scene: Scene) -> None:
             assert ranks.agree(frozenset({number})) == {0, 1}
             assert ranks.settle({}) == {}
             ranks.end_step()
+        torch.distributed.destroy_process_group()  # as vLLM does; otherwise a thread may outlive the lost group
     except BaseException:
         traceback.print_exc()
         raise
