@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -26,6 +27,7 @@ for name, value in {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "WARNING",
@@ -48,6 +50,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if Path(item.fspath).parent == Path(__file__).parent:
             item.add_marker(pytest.mark.filterwarnings("default"))
+
+
+_set_threads = torch.set_num_threads  # vLLM replaces it
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    """Let vLLM's kernels take one thread, whatever libraries of earlier tests, such as numba, have set.
+
+    In several threads, vLLM's attention on a CPU is wrong for gpt-oss.
+    """
+    _set_threads(1)
 
 
 @pytest.fixture

@@ -207,6 +207,23 @@ def test_heads_of_several_sizes_are_refused() -> None:
         survey(Layer(SelfAttention(Rotary())), other)
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+def test_sinks_and_windows_are_refused_on_several_threads_of_a_cpu(
+    monkeypatch: pytest.MonkeyPatch, threads: int
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    with_sinks = Layer(SelfAttention(Rotary(), sinks=torch.zeros(HEADS)))
+    with_window = Layer(SelfAttention(Rotary()))
+    with_window.self_attn.attn.sliding_window = 32
+    survey(with_sinks)
+    survey(with_window)
+    if threads == 1:
+        survey(with_sinks, with_window)
+        return
+    with pytest.raises(SurveyError, match="OMP_NUM_THREADS=1"):
+        survey(with_sinks, with_window)
+
+
 def attention_of_vllm(
     module: Any, query: Tensor, key: Tensor, value: Tensor, *_unused: Any, **_named: Any
 ) -> tuple[Tensor, None]:

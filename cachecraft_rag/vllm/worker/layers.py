@@ -219,6 +219,7 @@ def survey_layers(
     if len({layer.carries_residual for layer in layers}) > 1:
         raise SurveyError("only some of its layers carry a residual")
     _check_heads(layers)
+    _check_sinks(layers, device)
     return layers, tables, kind_of
 
 
@@ -263,6 +264,7 @@ def survey_transformers_layers(
         for call, attention, kind in zip(survey.calls, attentions, survey.kind_of, strict=True)
     ]
     _check_heads(worker_layers)
+    _check_sinks(worker_layers, survey.embedded.device)
     return worker_layers, survey.kinds, survey.kind_of
 
 
@@ -295,6 +297,17 @@ def _check_heads(layers: Sequence[WorkerLayer]) -> None:
     sizes = {(layer.attention.num_kv_heads, layer.attention.head_size) for layer in layers}
     if len(sizes) > 1:
         raise SurveyError("its layers have heads of several sizes")
+
+
+def _check_sinks(layers: Sequence[WorkerLayer], device: torch.device) -> None:
+    """Refuse what vLLM 0.32 computes wrongly on a CPU beside a connector: a token after keys outside of its window."""
+    has_sinks = any(layer.settings.sinks is not None for layer in layers)
+    has_windows = any(layer.settings.window is not None for layer in layers)
+    if has_sinks and has_windows and device.type == "cpu" and torch.get_num_threads() > 1:
+        raise SurveyError(
+            "vLLM's attention on a CPU computes wrong answers with sinks and sliding windows in several threads; "
+            "start it with OMP_NUM_THREADS=1 and VLLM_CPU_OMP_THREADS_BIND=nobind"
+        )
 
 
 def _check_attention(attention: Attention) -> None:
