@@ -37,7 +37,7 @@ def make(prefix: tuple[str, ...] = ("system", "a"), tokens: int = 10) -> Variant
 
 def test_a_sound_row_passes() -> None:
     assert (row_error(make()), BOUNDS.flaw(make())) == ("", "")
-    assert BOUNDS.with_layout(make()).payload.layout == LAYOUT
+    assert BOUNDS.with_layout(make()).payload_facts.layout == LAYOUT
 
 
 @pytest.mark.parametrize(
