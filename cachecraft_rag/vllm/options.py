@@ -166,6 +166,7 @@ class VLLMOptions:
     enable_expert_parallel: bool = False
     disable_sliding_window: bool = False
     model_impl: str = "auto"
+    config_format: str = "auto"
     drafting: str = ""
     prefetches_weights: bool = False
     keeps_latents: bool = True

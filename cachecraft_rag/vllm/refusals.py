@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cachecraft_rag.errors import UnsupportedModelError
@@ -71,6 +72,20 @@ class Refusal:
         return UnsupportedModelError(
             f"{model} cannot be served from chunk-caches: {self.reason}. {self.advice}."
         )
+
+
+_IN_MISTRALS_FORMAT = Refusal(
+    "vLLM reads it in Mistral's own format, which names other layers", _AS_PUBLISHED
+)
+
+
+def format_refusal(config: PretrainedConfig, options: VLLMOptions, folder: Path) -> Refusal | None:
+    """Return the refusal of a multimodal checkpoint that vLLM would read in Mistral's own format; None for others."""
+    is_multimodal = config.get_text_config() is not config
+    has_both = (folder / "params.json").exists() and any(folder.glob("consolidated*.safetensors"))
+    if is_multimodal and has_both and options.config_format == "auto":
+        return _IN_MISTRALS_FORMAT
+    return None
 
 
 def refusal(config: PretrainedConfig, options: VLLMOptions) -> Refusal | None:
@@ -146,9 +161,7 @@ def _of_model(config: PretrainedConfig, options: VLLMOptions) -> Iterator[Refusa
         if name in _REFUSED_LAYERS:
             yield Refusal(_REFUSED_LAYERS[name], _OTHER_MODEL)
     if _MISTRAL_FORMAT in names:
-        yield Refusal(
-            "vLLM reads it in Mistral's own format, which names other layers", _AS_PUBLISHED
-        )
+        yield _IN_MISTRALS_FORMAT
     if not any(name in ARCHITECTURES for name in names):
         known = ", ".join(sorted(ARCHITECTURES))
         yield Refusal(

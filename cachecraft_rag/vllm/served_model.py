@@ -23,7 +23,7 @@ from cachecraft_rag.model.fingerprint import checkpoint_fingerprint, snapshot_fo
 from cachecraft_rag.server.served_model import ServedModel
 from cachecraft_rag.types.kv_layout import KVLayout
 from cachecraft_rag.vllm.options import VLLMOptions
-from cachecraft_rag.vllm.refusals import needed_arguments, refusal
+from cachecraft_rag.vllm.refusals import format_refusal, needed_arguments, refusal
 
 # Architectures that share no chunk-caches with transformers: vLLM makes windows of Cohere 2 one token longer, and
 # answers of a tiny DeepSeek V3 differ for a reason that is not known.
@@ -81,6 +81,10 @@ class VLLMModel(ServedModel):
             tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
             folder = snapshot_folder(source, revision=getattr(config, "_commit_hash", None))
             take_processor_template(tokenizer, folder)
+            if options is not None and folder is not None:
+                reason = format_refusal(config, options, folder)
+            if reason is not None:
+                raise reason.error(name)
             fingerprint = None if folder is None else checkpoint_fingerprint(folder, dtype=used)
             generation = None if folder is None else _generation_config(folder)
         if folder is None or fingerprint is None:

@@ -12,9 +12,11 @@ from typing import Any
 
 import pytest
 import transformers
+from transformers import PreTrainedTokenizerFast
 
+from benchmarks.vllm_families import save_checkpoint
 from cachecraft_rag.cli import main
-from cachecraft_rag.errors import ConfigError, ModelNotFoundError
+from cachecraft_rag.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
 from cachecraft_rag.vllm.options import VLLMOptions
 from cachecraft_rag.vllm.refusals import (
     has_windows_in_some_layers,
@@ -541,6 +543,19 @@ def test_a_damaged_file_is_refused_with_the_models_name(
     file.write_bytes(damage(file.read_bytes()))
     with pytest.raises(ModelNotFoundError, match=says):
         VLLMModel.load(str(folder))
+
+
+def test_a_checkpoint_that_vllm_reads_in_mistrals_format_is_refused_before_vllm_starts(
+    byte_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    folder = save_checkpoint("Mistral Small 3, multimodal", tmp_path / "model", byte_tokenizer)
+    VLLMModel.load(str(folder), options=VLLMOptions())
+    (folder / "params.json").write_text("{}")
+    (folder / "consolidated.safetensors").touch()
+    with pytest.raises(UnsupportedModelError, match="--config-format hf"):
+        VLLMModel.load(str(folder), options=VLLMOptions())
+    as_published = VLLMOptions.from_arguments(["--config-format", "hf"])
+    VLLMModel.load(str(folder), options=as_published)
 
 
 def test_a_store_is_not_shared_between_quantisations(model_folder: Callable[[str], Path]) -> None:
