@@ -125,7 +125,7 @@ def ls(
 def _as_dict(row: Listed) -> dict[str, object]:
     """A row for --json, without the fields that only a look-up for a model fills in."""
     fields_of_row = asdict(row)
-    del fields_of_row["variant"]["payload"]
+    del fields_of_row["variant"]["payload_facts"]
     return fields_of_row
 
 

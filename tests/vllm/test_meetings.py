@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -74,7 +75,8 @@ def rank(number: int, rendezvous: str, scene: Scene) -> None:
     def make_meetings() -> Any:
         return torch.distributed.new_group(
             [0, 1],
-            timeout=timedelta(seconds=2),
+            # only a meeting that is to be missed may end by the clock
+            timeout=timedelta(seconds=5 if scene is one_misses_a_meeting else 120),
             backend="gloo",
             use_local_synchronization=True,
         )
@@ -101,4 +103,6 @@ def test_ranks_exchange_data_again(
     scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))  # for the ranks' processes
+    # which would run the app that Streamlit's tests leave there
+    monkeypatch.setitem(sys.modules, "__main__", ModuleType("__main__"))
     torch.multiprocessing.spawn(rank, (str(tmp_path / "rendezvous"), scene), nprocs=2)

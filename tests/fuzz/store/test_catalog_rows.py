@@ -20,7 +20,7 @@ from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.store.catalog.rows import COLUMNS, CatalogRow, pack_ids, sum_of, sum_of_scores
 from cachecraft_rag.store.codecs import CODECS
-from cachecraft_rag.store.layout import Header, encode
+from cachecraft_rag.store.layout import Header, encode, size_of
 from cachecraft_rag.types.kv_layout import KVLayout
 from cachecraft_rag.types.variants import Variant, VariantKey
 
@@ -228,7 +228,7 @@ def change_file(folder: Folder, dice: random.Random, row_sum: str) -> tuple[str,
         kv = torch.randn(layout.shape(tokens)).to(getattr(torch, layout.dtype))
         encoded = encode(variant, layout, kv)
         path.write_bytes(b"".join(encoded))
-        folder.put(database, was, row | {"file_bytes": encoded.nbytes}, row_sum)
+        folder.put(database, was, row | {"file_bytes": size_of(encoded)}, row_sum)
     return f"file: {kind}, {codec}", False
 
 
