@@ -14,6 +14,7 @@ import argparse
 import json
 import socket
 import statistics
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -31,6 +32,7 @@ from cachecraft_rag.engine.config import EngineConfig
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.server.local.app import LocalServer
 from cachecraft_rag.server.local.embeddings import Embeddings
+from cachecraft_rag.server.local.start import SWITCH_S
 from cachecraft_rag.server.settings import EndpointSettings
 from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.types.documents import Chunk
@@ -99,6 +101,15 @@ def over_http(client: httpx.Client, url: str) -> Ask:
     return ask
 
 
+@contextmanager
+def switching(seconds: float) -> Iterator[None]:
+    """Let threads take turns as often as in a process with this switch interval."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(seconds)
+    yield
+    sys.setswitchinterval(before)
+
+
 def paired(
     ways: dict[str, Ask], chunks: list[Chunk], pairs: int, tokens: int
 ) -> dict[str, list[float]]:
@@ -108,7 +119,8 @@ def paired(
         names = list(ways) if pair % 2 else list(ways)[::-1]
         order = list(list(permutations(chunks))[pair % factorial(len(chunks))])
         for name in names:
-            ttft, _ = ways[name](order, f"What does it say about number {pair}?", tokens)
+            with switching(SWITCH_S if name == "server" else sys.getswitchinterval()):
+                ttft, _ = ways[name](order, f"What does it say about number {pair}?", tokens)
             times[name].append(ttft)
     return times
 

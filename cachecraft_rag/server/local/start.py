@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -29,6 +30,9 @@ logger = logging.getLogger("cachecraft_rag.server")
 
 # Longest wait in whole seconds for answers under way when the server is asked to end; then they are given up.
 _CLOSING_S = 5
+# Seconds after which a thread lets another one run Python. An answer passes several threads on its way to the client,
+# and at each would wait Python's 5 ms for the thread that computes the next token.
+SWITCH_S = 0.0005
 
 
 @dataclass
@@ -94,6 +98,7 @@ def serve(
 
 def run(server: LocalServer, listening: socket.socket) -> None:
     """Answer requests on a socket until the process is asked to end."""
+    sys.setswitchinterval(SWITCH_S)
     config = uvicorn.Config(
         server.app(),
         log_config=None,
