@@ -125,7 +125,10 @@ def take_processor_template(tokenizer: PreTrainedTokenizerBase, folder: Path | N
     """
     file = None if folder is None else folder / "chat_template.json"
     if file is not None and not tokenizer.chat_template and file.is_file():
-        tokenizer.chat_template = json.loads(file.read_text(encoding="utf-8"))["chat_template"]
+        content = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(content, dict) or "chat_template" not in content:
+            raise ValueError(f"{file} has no chat_template: repair it, or remove it")
+        tokenizer.chat_template = content["chat_template"]
 
 
 def own_dtype(config: PretrainedConfig) -> object:
@@ -135,8 +138,9 @@ def own_dtype(config: PretrainedConfig) -> object:
 
 
 def context_length_of(config: PretrainedConfig) -> int:
-    """Return `max_position_embeddings`, or LongRoPE's shorter original length: all keys of longer prompts differ."""
-    # Rejected: a fingerprint for each side of that length, which would capture every chunk twice.
+    """Return `max_position_embeddings`, or the shorter original length of LongRoPE."""
+    # Longer prompts take LongRoPE's other frequencies, which change all keys. Rejected: a fingerprint for each side of
+    # that length, which would capture every chunk twice.
     config = config.get_text_config()
     longest = int(config.max_position_embeddings)
     original = longrope_context(config)

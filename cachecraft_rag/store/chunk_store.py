@@ -108,13 +108,7 @@ class ChunkCacheStore(Closeable):
         self._readers = ThreadPoolExecutor(
             config.tuning.readers, thread_name_prefix="cachecraft-store-reader"
         )
-        try:
-            self._remote = (
-                RemoteTier(config.remote) if isinstance(config.remote, RemoteConfig) else None
-            )
-        except ConfigError:
-            self._durable.close()
-            raise
+        self._remote = self._new_remote(config)
         self._writer = BackgroundWriter(
             self._durable,
             self._memory,
@@ -136,6 +130,15 @@ class ChunkCacheStore(Closeable):
                 f"{root} cannot be written: what it holds is reused, and nothing is added to it"
                 + (", or evicted by the rules" if rules else ""),
             )
+
+    def _new_remote(self, config: StoreConfig) -> RemoteTier | None:
+        if not isinstance(config.remote, RemoteConfig):
+            return None
+        try:
+            return RemoteTier(config.remote)
+        except ConfigError:
+            self._durable.close()
+            raise
 
     @classmethod
     def open(

@@ -13,7 +13,7 @@ import math
 import random
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from cachecraft_rag.errors import UnsupportedModelError
@@ -134,24 +134,15 @@ def self_check(
         reference: Mapping[int, float],
         tolerance: float,
     ) -> float:
-        if prediction.refused or prediction.taken != wanted:
-            why = (
-                prediction.refused
-                or f"{prediction.taken} of {wanted} tokens came from chunk-caches"
-            )
-            raise UnsupportedModelError(
-                f"{name} cannot be served from chunk-caches in this vLLM: in a self-check on {tokens} tokens, nothing "
-                f"was {what}: {why}; please report it."
-            )
         differences = [
             _difference(prediction, token, logprob, is_rounded=bool(rounding))
             for token, logprob in reference.items()
         ]
-        # Not max(differences): it ignores a NaN that is not the first value.
-        if not all(difference <= tolerance for difference in differences):
+        flaw = _flaw(what, prediction, wanted, differences, tolerance)
+        if flaw:
             raise UnsupportedModelError(
-                f"{name} cannot be served from chunk-caches in this vLLM: in a self-check on {tokens} tokens, the "
-                f"log-probabilities {what} differ from vLLM's own by up to {max(differences):.3g}; please report it."
+                f"{name} cannot be served from chunk-caches in this vLLM: in a self-check on {tokens} tokens, {flaw}; "
+                "please report it."
             )
         return max(differences)
 
@@ -183,6 +174,19 @@ def self_check(
         "Self-check on %d tokens: differences up to %.2g, in %.1f s", tokens, largest, seconds
     )
     return True
+
+
+def _flaw(
+    what: str, prediction: Predicted, wanted: int, differences: Sequence[float], tolerance: float
+) -> str:
+    """Return why a prediction is not the expected one; "" if it is. `wanted` tokens should come from chunk-caches."""
+    if prediction.refused or prediction.taken != wanted:
+        why = prediction.refused or f"{prediction.taken} of {wanted} tokens came from chunk-caches"
+        return f"nothing was {what}: {why}"
+    # Not max(differences): it ignores a NaN that is not the first value.
+    if all(difference <= tolerance for difference in differences):
+        return ""
+    return f"the log-probabilities {what} differ from vLLM's own by up to {max(differences):.3g}"
 
 
 def _difference(prediction: Predicted, token: int, logprob: float, *, is_rounded: bool) -> float:

@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from benchmarks.vllm_families import config_of, save_checkpoint
-from cachecraft_rag.errors import UnsupportedModelError
+from cachecraft_rag.errors import ModelNotFoundError, UnsupportedModelError
 from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.model.self_check import self_check
 from cachecraft_rag.model.sizes import layout_named
@@ -46,6 +46,11 @@ def test_the_chat_template_of_a_processor_is_used(
     (folder / "chat_template.json").write_text(json.dumps({"chat_template": template}))
     assert Decoder.load(str(folder)).tokenizer.chat_template == template
     assert VLLMModel.load(str(folder)).tokenizer.chat_template == template
+
+    for damaged in ("[]", "{}", "{"):
+        (folder / "chat_template.json").write_text(damaged)
+        with pytest.raises(ModelNotFoundError):
+            VLLMModel.load(str(folder))
 
 
 @pytest.mark.parametrize(
