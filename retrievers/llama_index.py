@@ -220,7 +220,7 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closeable):
         """Add nodes with their embeddings, or replace those with the same ids; returns the node ids, in their order.
 
         The nodes of each document are one transaction; documents before an error stay. Chunk-caches of replaced nodes,
-        and those that wait after `delete`, are deleted if no node in the index has their text any more; if that fails
+        and those of an earlier `delete`, are deleted if no node in the index has their text any more; if that fails
         (StoreError, ServerError), the nodes were added. The options `batch_size` and `show_progress` are accepted and
         ignored.
         """

@@ -27,7 +27,8 @@ def trust(
 
     Without trust, keys that load a model, send data, open a port or decide who shares chunk-caches are ignored in a
     file that was found in the working directory. After a change of the file, trust it again. Files named with
-    --settings or CACHECRAFT_SETTINGS, and your own one, need none. Exit code 2 if the file is missing or not valid.
+    --settings or CACHECRAFT_SETTINGS, and the one in your own config folder, need no trust. Exit code 2 if the file is
+    missing or not valid; with --remove it may be missing.
     """
     # Raises ConfigError; see `app.main` for exit codes.
     if is_list and is_removed:
@@ -35,7 +36,9 @@ def trust(
     if is_list:
         _list(as_json=as_json)
         return
-    file = (folder / trusting.FILE_NAME if folder.is_dir() else folder).absolute()
+    is_file = folder.name == trusting.FILE_NAME and not folder.is_dir()
+    is_folder = folder.is_dir() or (is_removed and not folder.exists() and not is_file)
+    file = (folder / trusting.FILE_NAME if is_folder else folder).absolute()
     if file.name != trusting.FILE_NAME:
         raise ConfigError(f"{folder}: name a folder that has a {trusting.FILE_NAME}, or that file")
     if is_removed:

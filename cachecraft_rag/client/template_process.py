@@ -74,7 +74,9 @@ def main() -> None:
     """Render the template of standard input, and write {"text": …} or {"error": …} to standard output, as JSON.
 
     The input is a JSON object with "template" and "variables". An exception of the template, or a prompt of more than 4
-    million characters, becomes the "error", in at most 500 characters. Out of memory or time, the process fails.
+    million characters, becomes the "error", in at most 500 characters. Out of memory or of CPU time
+    (`limit_resources`), the process fails; a template that only waits needs the caller's timeout, and on Windows any
+    does.
     """
     limit_resources()
     given = json.load(sys.stdin)

@@ -128,7 +128,7 @@ def trials_of(methods: Sequence[Method], ratios: Sequence[float | None]) -> tupl
     """Return each method at each ratio, or once if it takes no ratio. The ratio None is the engine's own choice.
 
     The methods are in the given order; the ratios of each are ascending, each once, and None is the first. ConfigError
-    for a ratio outside of (0, 1], for no ratio if a method takes one, and for None if such a method has to be prepared.
+    for a ratio outside of (0, 1], for no ratio if a method takes one, and for None if such a method has `prepare`.
     """
     numbers = {ratio for ratio in ratios if ratio is not None}
     if any(not 0 < ratio <= 1 for ratio in numbers):

@@ -202,7 +202,7 @@ class CacheCraftGenerator(Closeable, RunnableSerializable[dict[str, object], str
         return self._streamed(kwargs).atransform(input, config)
 
     def with_context(self) -> Runnable[dict[str, object], dict[str, object]]:
-        """Return a chain's last step that adds the answer to its input, and to the documents what became of them.
+        """Return a chain's last step: its input, the answer, and documents that say how each one was used.
 
         The result is a dict: the input, "answer", and under `context_key` copies of the documents as `with_outcomes`
         makes them. A stream has pieces of the answer, then the rest in one part.

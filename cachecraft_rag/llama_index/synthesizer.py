@@ -223,8 +223,9 @@ class CacheCraftSynthesizer(BaseSynthesizer, Closeable):
     ) -> RESPONSE_TEXT_TYPE:
         """Answer from texts, best first: a string, a generator of pieces if this streams, or an `output_cls`.
 
-        `response_kwargs` are options of `CacheCraftLLM.begin`, apart from `documents`. Statistics are in the
-        `AnswerStatsEvent`.
+        Without texts the model answers the question alone; only `synthesize` uses `empty_response`. `response_kwargs`
+        are options of `CacheCraftLLM.begin`, apart from `documents`. Statistics are in the `AnswerStatsEvent`. Raises
+        ConfigError if the answer is no complete JSON of the `output_cls`, for example because `max_tokens` ended it.
         """
         question, asked = self._asked(query_str, text_chunks, response_kwargs)
         answer: RESPONSE_TEXT_TYPE

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 def chunk_bound_of(name: str) -> ModelTokens:
     """Return `Decoder.chunk_bound` of a model that is not loaded: only its config and its tokenizer are read.
 
+    `name` as in `config_of`.
     For a config without `max_position_embeddings` the limit is the highest one, 1,024 tokens.
     """
     from transformers import AutoTokenizer
@@ -37,9 +38,10 @@ def chunk_bound_of(name: str) -> ModelTokens:
 
 
 def config_of(name: str) -> PretrainedConfig:
-    """Return the config of a model, without its weights.
+    """Return the config of a model: of a folder, of a name on the hub, or of "demo".
 
-    A config that this disk lacks is downloaded, after a quick check that the hub has the model (`require_hub`).
+    Weights are not loaded, but the first use of "demo" converts or downloads that model (`demo_model_folder`). A config
+    that this disk lacks is downloaded, after a quick check that the hub has the model (`require_hub`).
     """
     from huggingface_hub import try_to_load_from_cache
     from transformers import AutoConfig

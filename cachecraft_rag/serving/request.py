@@ -157,9 +157,10 @@ class RequestProgress:
     removed: RemovedChunks = field(default_factory=RemovedChunks)
 
     def reported(self, report: Mapping[str, Any]) -> None:
-        """Take over the report of another process that carried the plan out.
+        """Take over the report of another process that carried the plan out: all that `report` returns there.
 
-        It has `refused` and no segments if the request was computed without chunk-caches. Raises KeyError, TypeError or
+        It has `refused` and no segments if the request was computed without chunk-caches. Numbers that it lacks stay as
+        they are, and so does `plan`. Raises KeyError, TypeError or
         ValueError for an invalid entry of `segments`, and then changes nothing. Nothing else is checked.
         """
         reports = tuple(SegmentReport.from_dict(values) for values in report.get("segments", ()))
@@ -211,9 +212,9 @@ def unchanged_tokens(
 def stats_of(request: Request, progress: RequestProgress, layers: int) -> RequestStats:
     """Return the statistics of a request so far, for a model of `layers` layers.
 
-    Before the plan no token counts as reused, and `chunks` has only those left out of the prompt. The other chunks are
-    "failed" if the request failed or was closed before its first token, unless another process has reported on them,
-    and "computed" if it has ended otherwise without reports. `total_s` is the time until now while the request goes on.
+    Before the plan no token counts as reused, and `chunks` has only those left out of the prompt. After the end, chunks
+    that neither the plan nor another process says anything of are "failed" if the request failed or was closed before
+    its first token, and otherwise "computed". `total_s` is the time until now while the request goes on.
     """
     reports = progress.segment_reports()
     lengths = [len(segment.token_ids) for segment in request.prompt.segments]

@@ -266,15 +266,23 @@ class ChunkCacheStore(Closeable):
     ) -> list[LoadedVariant | StoredVariant | Unavailable]:
         """Call `open_variant` for each variant; return the results in the same order.
 
-        The transfers of those on the remote all begin first, so they run concurrently.
+        The transfers of those on the remote all begin first, so they run concurrently. A variant that is given twice is
+        opened twice.
         """
         self._check_open()
         streams: dict[str, RemoteStream | Unavailable] = {}
         if self._remote is not None:
             on_remote = [variant for variant in variants if variant.home == "remote"]
-            to_fetch = [variant for variant in on_remote if self._memory.read(variant) is None]
-            streams = {variant.variant_id: self._remote.open(variant) for variant in to_fetch}
-        return [self.open_variant(variant, streams.get(variant.variant_id)) for variant in variants]
+            to_fetch = {
+                variant.variant_id: variant
+                for variant in on_remote
+                if self._memory.read(variant) is None
+            }
+            streams = {name: self._remote.open(variant) for name, variant in to_fetch.items()}
+        return [
+            self.open_variant(variant, streams.pop(variant.variant_id, None))
+            for variant in variants
+        ]
 
     def open_variant(
         self, variant: Variant, stream: RemoteStream | Unavailable | None = None

@@ -63,7 +63,7 @@ class Header:
     """The fields of a file's header.
 
     extent_sums  xxh3 (64 bit) of each extent of each layer, see `extents`
-    block_sizes  bytes of each layer's block, if they depend on the values
+    block_sizes  bytes of each layer's block; empty if the codec makes all blocks equally long
     """
 
     key: VariantKey
@@ -206,12 +206,11 @@ def size_of(encoded: Encoded) -> int:
 
 
 def encode(variant: Variant, layout: KVLayout, kv: torch.Tensor) -> Encoded:
-    """Return the header, then each layer's block, of `kv` `[layers, 2, tokens, kv_heads, head_dim]`.
+    """Return the bytes of a variant's file: the header, then a block for each layer.
 
-    `kv` is contiguous and on the CPU.
-
-    `kv` must have the layout and the tokens of `variant`, which is not checked. Raw blocks share its memory. Raises
-    ValueError if the codec cannot encode the values (infinities, NaN).
+    `kv` is `[layers, 2, tokens, kv_heads, head_dim]`, contiguous and on the CPU. It must have the layout and the tokens
+    of `variant`, which is not checked. Raw blocks share its memory. Raises ValueError if the codec cannot encode the
+    values (infinities, NaN).
     """
     codec = codec_named(variant.codec)
     blocks = tuple(

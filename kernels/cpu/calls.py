@@ -282,8 +282,8 @@ def gated(run: Kernels, gate: Tensor, up: Tensor) -> Tensor:
 def linear(run: Kernels, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return `x @ weightᵀ + bias` for a few rows `[…, width]`. Reads the weights once, at memory speed.
 
-    `weight` is `[outs, width]` and `bias` `[outs]`, or None for no bias; all must be contiguous and of one dtype, which
-    is not checked. The result is new, `[…, outs]`.
+    `weight` is `[outs, width]` and `bias` `[outs]`, or None for no bias. All must be contiguous, on the CPU, and all
+    float32 or all bfloat16, which is not checked. The result is new, `[…, outs]`.
     """
     out = torch.empty((*x.shape[:-1], len(weight)), dtype=x.dtype)
     call = _Linear(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -123,6 +124,18 @@ def test_a_trusted_file_counts_until_it_changes(
     assert load_settings(environment={}).remote() is None
     assert printed("trust", "--list", "--json") == []
     assert not printed("trust", "--remove", "--json")["removed"]
+
+
+def test_trust_in_a_folder_that_was_deleted_can_be_removed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder.parent)
+    file = str(folder / "cachecraft.toml")
+    assert run("trust", str(folder)).exit_code == 0
+    shutil.rmtree(folder)
+    removed = printed("trust", str(folder), "--remove", "--json")
+    assert removed == {"file": file, "removed": True}
+    assert not printed("trust", file, "--remove", "--json")["removed"]
 
 
 def test_trust_in_one_folder_is_none_in_a_copy_or_through_a_link(

@@ -181,11 +181,12 @@ def _all_attention_calls(
 def survey_layers(
     modules: Sequence[DecoderLayer], *, hidden_size: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[list[WorkerLayer], list[RotaryTable], list[int]]:
-    """Return the layers, their rotary tables, and for each layer the number of its table.
+    """Return the layers, their rotary tables, and for each layer the index of its table among them.
 
-    Layers that rotate alike share a table. Every layer runs three times over a few rows up to its attention, and is
-    unchanged afterwards. Every rank has to call this, because norms of queries and keys may be computed by all ranks
-    together. Raises SurveyError with the reason if passes cannot run these layers.
+    Layers that rotate alike share a table; so do layers that do not rotate, whose table has no `module`. Every layer
+    runs three times over a few rows up to its attention, and is unchanged afterwards. Every rank has to call this,
+    because norms of queries and keys may be computed by all ranks together. Raises SurveyError with the reason if they
+    cannot run outside of vLLM's forward.
 
     Args:
         modules: the model's layers, in order.

@@ -415,6 +415,25 @@ def test_every_codec_travels(codec: str, tmp_path: Path) -> None:
         assert second.check().findings == ()
 
 
+def test_a_variant_on_the_remote_that_is_opened_twice_can_be_read_twice(tmp_path: Path) -> None:
+    (tmp_path / "shared").mkdir()
+    url = f"file://{tmp_path}/shared"
+    with open_store(tmp_path / "a", url) as first:
+        put(first, capture())
+    remote = RemoteConfig(url, tuning=PATIENT)
+    with ChunkCacheStore.open(tmp_path / "b", remote=remote, host_bytes=0) as second:
+        (variant,) = second.find("ns", "model", ["chunk"]).variants["chunk"]
+        for stored in second.open_variants([variant, variant]):
+            assert isinstance(stored, StoredVariant)
+            placed = torch.empty_like(capture().kv)
+            extent = Extent(stored, 0, 0, 100, kept=second.keeps(stored))
+            loads = PendingLoads(LAYOUT.layers, [extent], Meter(None))
+            loads.send_to(Into(placed))
+            loads.read()
+            loads.close()
+            assert torch.equal(placed, capture().kv)
+
+
 def test_the_local_copy_of_what_memory_has_no_room_for_is_sound(tmp_path: Path) -> None:
     (tmp_path / "shared").mkdir()
     url, layers = f"file://{tmp_path}/shared", LAYOUT.layers
