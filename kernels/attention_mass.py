@@ -108,7 +108,9 @@ def segment_mass(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Return the attention of each row to each segment: the first result of `attention_mass`, arguments as there.
+    """Return the attention of each row to each segment, a mean over heads: the first result of `attention_mass`.
+
+    Arguments are as there; a row's own position does not count, so a row's sum is at most 1.
 
     With Triton this is cheaper, because the second result needs another sweep over the keys.
     """

@@ -80,9 +80,16 @@ class DocumentVectorStore(VectorStore):
         ids: list[str] | None = None,
         **kwargs: Any,
     ) -> list[str]:
-        """Add texts as documents, see `add_documents`; `metadatas` and `ids` have one item for each text, or none."""
+        """Add texts as documents; `metadatas` and `ids` have one item for each text, or are None or empty.
+
+        `kwargs` are as in `add_documents`.
+        """
         texts = list(texts)
         check_ids(ids, len(texts), "texts")  # LangChain would leave out the texts after the last id
+        if metadatas and len(metadatas) != len(texts):
+            raise ConfigError(
+                f"{len(metadatas)} metadatas for {len(texts)} texts; give one for each"
+            )
         return super().add_texts(texts, metadatas, ids=ids, **kwargs)
 
 
@@ -170,7 +177,8 @@ class CacheCraftVectorStore(Closeable, DocumentVectorStore):
         """Open the index in `folder`, or make it, and add texts to what it holds; return the vector store.
 
         `close` of the result closes the index. After an error it is closed at once, and texts that were added before
-        the error stay. `from_documents` takes the same options. The texts, `metadatas` and `ids` are as in `add_texts`.
+        the error stay. `from_documents` takes the same options. Texts, `metadatas`, `ids` and `kwargs` are as in
+        `add_texts`.
         """
         check_names(kwargs, ("caches", "folder", "ids", "metadatas", *_HINTS))
         with ExitStack() as opened:
@@ -338,7 +346,10 @@ class CacheCraftVectorStore(Closeable, DocumentVectorStore):
         filter: Filter | None = None,
         **kwargs: object,
     ) -> list[Document]:
-        """Do the same as `max_marginal_relevance_search` for a vector."""
+        """Do the same as `max_marginal_relevance_search` for a vector; other options are refused.
+
+        There are at most `fetch_k` documents.
+        """
         check_names(kwargs, ("fetch_k", "filter", "k", "lambda_mult"))
         check_whole("k", k, least=1)
         check_whole("fetch_k", fetch_k, least=1)

@@ -36,8 +36,8 @@ From = Annotated[
 def read_chunks(path: Path) -> list[Chunk]:
     """Return the chunks of a file of JSON lines, or of stdin for "-".
 
-    Raises ConfigError, with the number of the line, for a line in another form, for a file that cannot be read, and if
-    there is no line.
+    A line is `{"text": "…", "source": "…"}`, in which "source" may be missing; blank lines are skipped. Raises
+    ConfigError if the file cannot be read or has no line, and, with the line's number, for a line in another form.
     """
     is_stdin = str(path) == "-"
     try:

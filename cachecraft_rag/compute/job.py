@@ -103,8 +103,8 @@ class PrefillJob:
     def unused(self, rows: Rows, *, may_drop: bool = True) -> NDArray[np.int64]:
         """Return the recomputed positions whose stored keys and values nothing uses, int64, ascending.
 
-        Drift correction uses those of a chunk with stale tokens, and early termination, if it `may_drop` rows, those of
-        these rows. No probe may choose others any more.
+        Drift correction uses those of a chunk with stale tokens, and early termination, if it `may_drop` rows, those
+        from `shared_until` on. Call it once no probe can change the rows any more.
         """
         is_unused = rows.reason == RowReason.RECOMPUTED
         if self.drift:

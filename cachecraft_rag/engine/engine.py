@@ -78,7 +78,7 @@ class ScoredAnswer:
 
     text     the greedy answer; "" if the model ended it at once
     tokens   its tokens, with the token that ended it, if there is one
-    logits   float32 `[target, vocabulary]`: the prediction for each token of the target
+    logits   float32 `[target, vocabulary]`: row i predicts token i of the target
     stats    statistics of the answer
     """
 
@@ -283,7 +283,7 @@ class Engine(AnswerEngine):
             max_new_tokens: longest answer, in tokens.
 
         Returns:
-            The answer, and float32 `[target, vocabulary]`: the prediction for each target token after those before it.
+            The answer, and the logits, float32 `[target, vocabulary]`: row i predicts target token i.
         """
         if target is not None:
             target = listed("target", target)
@@ -384,7 +384,7 @@ class Engine(AnswerEngine):
         """Store the captures that are still waiting, and give up new variants and audits; waits without limit.
 
         Closes the store too if `from_pretrained` opened it; any other stays open, and then questions are still
-        answered, but nothing is captured. Answers under way are not waited for; their captures are dropped. Those of
+        answered, but nothing is captured. Answers under way are not waited for; their captures are dropped. Captures of
         answers that ended, or that their readers closed, are stored. Does nothing in a fork of the process.
         """
         if not self._home.here:  # in a fork of its process there is nothing to finish or to release

@@ -5,6 +5,7 @@ A format is two functions and a line in `FORMATS`.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -232,18 +233,20 @@ def is_squad(record: JsonRecord) -> bool:
 
 
 def read_squad(records: Sequence[JsonRecord]) -> QuestionFile:
-    """Read questions in SQuAD's format.
+    """Read questions in SQuAD's format: a record is a whole file, `{"data": [articles]}`, or a row as on the hub.
 
     The passages of a question are the paragraphs of its article; unanswerable questions have no answers. Articles with
-    the same title are one document. A question without an id gets its number in the file, from 1.
+    the same title are one document; without a title each article of a file, and each context of the rows, is one. A
+    question without an id gets its number, from 1.
     """
     builder = SourceBuilder()
     # article, paragraph, question, answers
     questions: list[tuple[str, Place, JsonRecord, list[str]]] = []
     paragraphs: dict[str, dict[Place, None]] = {}
+    untitled = itertools.count(1)
     for record in records:
         for article, context, asked, answers in (
-            _asked(record) if "data" in record else _row(record)
+            _asked(record, untitled) if "data" in record else _row(record)
         ):
             place = builder.place(article, context)
             paragraphs.setdefault(article, {})[place] = None
@@ -263,11 +266,13 @@ def read_squad(records: Sequence[JsonRecord]) -> QuestionFile:
     return builder.source()
 
 
-def _asked(record: JsonRecord) -> list[tuple[str, str, JsonRecord | None, list[str]]]:
+def _asked(
+    record: JsonRecord, untitled: Iterator[int]
+) -> list[tuple[str, str, JsonRecord | None, list[str]]]:
     """(Article, paragraph, question, answers) of the nested form, and each paragraph once with None as its question."""
     rows: list[tuple[str, str, JsonRecord | None, list[str]]] = []
-    for number, article in enumerate(record.records("data"), start=1):
-        title = article.label("title", f"article {number}")
+    for article in record.records("data"):
+        title = article.label("title", f"article {next(untitled)}")
         for paragraph in article.records("paragraphs"):
             context = paragraph.text("context")
             rows.append((title, context, None, []))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
+from cachecraft_rag.checks import check_whole
 from cachecraft_rag.evaluation.intervals import (
     RESAMPLES,
     Interval,
@@ -92,7 +93,11 @@ class QualityReport:
 
 
 def summarise_audits(audits: Sequence[Audit], *, worst: int = WORST) -> QualityReport:
-    """Return the summary of audits, in groups by name, with at most `worst` of the worst answers."""
+    """Return the summary of audits, over all and in the groups of `QualityReport`.
+
+    Exact answers are only counted. At most `worst` (0 or more) answers that differ are listed, the worst first.
+    """
+    check_whole("worst", worst)
     exact = sum(audit.exact for audit in audits)
     audits = [audit for audit in audits if not audit.exact]
     changed = [audit for audit in audits if not audit.is_same]

@@ -55,6 +55,8 @@ _LLAMA_INDEX_ONLY = frozenset(
         "verbose",
     }
 )
+# Options of a query engine that a conversation has no use for.
+_QUERY_ENGINE_ONLY = frozenset({"empty_response", "output_cls", "text_qa_template"})
 # one token in this many of the model's context is for earlier turns; documents need the rest
 _MEMORY_SHARE = 4
 
@@ -117,7 +119,8 @@ class CacheCraftChatEngine(BaseChatEngine, Closeable):
     ) -> Self:
         """Return a chat engine over any LlamaIndex index; write it in place of `index.as_chat_engine(…)`.
 
-        `options` are those of `CacheCraftQueryEngine.from_index`; `memory` and `chat_history` exclude each other.
+        `options` are those of `CacheCraftQueryEngine.from_index` without `streaming`, `output_cls`, `text_qa_template`
+        and `empty_response`; `memory` and `chat_history` exclude each other.
         """
         _refuse(options)
         _check_memory(memory, chat_history)
@@ -135,7 +138,8 @@ class CacheCraftChatEngine(BaseChatEngine, Closeable):
     ) -> Self:
         """Return a chat engine over any LlamaIndex retriever.
 
-        `options` are those of `CacheCraftQueryEngine.from_defaults`; give either `memory` or `chat_history`.
+        `options` are those of `CacheCraftQueryEngine.from_defaults` that `from_index` takes too; give either `memory`
+        or `chat_history`.
         """
         _refuse(options)
         _check_memory(memory, chat_history)
@@ -276,6 +280,11 @@ def _refuse(options: dict[str, object]) -> None:
         raise ConfigError(
             f"{', '.join(refused)}: the model is named by `model`, the instruction by `system`, every answer is one "
             "pass over all chunks, and no call of the model condenses a question; leave these options out"
+        )
+    if refused := sorted(_QUERY_ENGINE_ONLY.intersection(options)):
+        raise ConfigError(
+            f"{', '.join(refused)}: a conversation cannot use what is for single questions; leave it out, or use "
+            "CacheCraftQueryEngine"
         )
 
 

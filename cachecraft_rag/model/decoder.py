@@ -223,7 +223,7 @@ class Decoder:
         """
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        place = _device("cpu" if device == "auto" and name == "demo" else device)
+        place = device_of(name, device)
         if dtype not in ("auto", *_DTYPES):
             raise ConfigError(f"unknown dtype {dtype!r}; choose one of auto, {', '.join(_DTYPES)}")
         with loading(name) as source:
@@ -436,12 +436,11 @@ def _loading_bars(source: str) -> contextlib.AbstractContextManager[None]:
     return without_bars() if is_local else contextlib.nullcontext()
 
 
-def _device(name: str) -> torch.device:
-    """Return the device of that name; `auto` is CUDA if available. Raises ConfigError if it is not available."""
+def device_of(model: str, name: str = "auto") -> torch.device:
+    """Return the device for a model, `name` as in `Decoder.load`. Raises ConfigError if it is not available."""
+    automatic = "cuda" if torch.cuda.is_available() and model != "demo" else "cpu"
     try:
-        place = torch.device(
-            ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
-        )
+        place = torch.device(automatic if name == "auto" else name)
         torch.empty(1, device=place)
     # the first from a torch that was built without CUDA
     except (AssertionError, RuntimeError) as error:

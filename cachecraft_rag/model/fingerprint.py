@@ -136,10 +136,10 @@ def _update_by_tensor(state: Any, tensor: torch.Tensor) -> None:
 def snapshot_folder(
     source: str, *, revision: str | None = None, file: str = "config.json"
 ) -> Path | None:
-    """Return the folder with a model's files: `source`, or the hub client's, if it has loaded `file`.
+    """Return the folder with a model's files: `source` if it is a folder, or the hub's cache if that has `file`.
 
-    The network is never used. `revision` None is the main branch. ValueError if `source` is neither a folder nor a
-    hub's name.
+    None if it has not; the network is never used. `file` is a name without a folder. `revision` None is the main
+    branch. ValueError if `source` is neither a folder nor a hub's name.
     """
     if os.path.isdir(source):
         return Path(source)

@@ -62,7 +62,7 @@ class RotaryCall:
     module  the module
     args    positional arguments; tensors of integers are positions, other tensors only show dtype and device
     named   arguments by name
-    given   what the module returned, and layers are given
+    given   what the module returned in that call; layers get it as their rotary embedding
     """
 
     module: Callable[..., object]
@@ -71,7 +71,10 @@ class RotaryCall:
     given: object
 
     def at(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return cos and sin as the module gives them at positions int64 `[tokens]`, each `[tokens, width]`."""
+        """Return cos and sin as the module gives them at positions int64 `[tokens]`, each `[tokens, width]`.
+
+        They have this dtype, and the module is called on the device of `positions`.
+        """
 
         def replaced(value: object) -> object:
             if not isinstance(value, Tensor):

@@ -31,23 +31,20 @@ def cache_bytes(layout: KVLayout, tokens: int, codec: str = "raw") -> int:
 
 
 def layout_named(model: str, *, dtype: str = "auto") -> KVLayout:
-    """Return the shape of a model's chunk-caches from its config alone; `dtype` as in `Decoder.load`.
+    """Return the shape of a model's chunk-caches from its config alone; `dtype` as in `Decoder.load`, on its device.
 
-    No weights are read or downloaded, except for "demo", see `demo_model.demo_model_folder`.
+    No weights are read or downloaded, except for "demo", see `demo_model.demo_model_folder`. Raises
+    UnsupportedModelError if the config describes no key/value heads; whether the model can be served is not checked.
     """
     if dtype not in ("auto", *DTYPES):
         raise ConfigError(f"unknown dtype {dtype!r}; choose one of auto, {', '.join(DTYPES)}")
-    import torch
-
     # torch and transformers: sizes need neither
     from cachecraft_rag.model.checkpoint import config_of, layout_of
-    from cachecraft_rag.model.decoder import auto_dtype
+    from cachecraft_rag.model.decoder import auto_dtype, device_of
 
     config = config_of(model)
     try:
-        return layout_of(
-            config, auto_dtype(config, torch.device("cpu")) if dtype == "auto" else dtype
-        )
+        return layout_of(config, auto_dtype(config, device_of(model)) if dtype == "auto" else dtype)
     except AttributeError as error:
         raise UnsupportedModelError(
             f"{model!r} has no key/value heads that its config describes ({error})"

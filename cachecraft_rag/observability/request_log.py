@@ -42,8 +42,8 @@ def log_request(stats: RequestStats, *, error: str | None = None) -> None:
 def request_fields(stats: RequestStats, *, error: str | None = None) -> dict[str, object]:
     """Return the fields of a request's log record as plain values; times in seconds.
 
-    They are `event`, `error`, and the fields of `RequestStats` without `searched`, which holds the question's text. In
-    the dicts of `chunks`, "reason" is the code of the `Reason`.
+    They are `event`, `error` if one is given (the name of its class), and the fields of `RequestStats` without
+    `searched`, which holds the question's text. In the dicts of `chunks`, "reason" is the code of the `Reason`.
     """
     fields: dict[str, object] = {"event": "request"}
     if error is not None:

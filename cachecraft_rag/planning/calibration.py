@@ -114,10 +114,11 @@ def save_calibration(store: Path, fingerprint: str, calibration: Calibration) ->
 
 
 def load_calibration(store: Path, fingerprint: str) -> Calibration | None:
-    """Return the calibration of this model; None without one, or if it is damaged, which is logged."""
-    entry = _known(store / CALIBRATION_FILE).get(fingerprint)
-    if entry is None:
+    """Return the calibration of this model; None if there is none. A damaged one is logged, and also gives None."""
+    known = _known(store / CALIBRATION_FILE)
+    if fingerprint not in known:
         return None
+    entry = known[fingerprint]
     try:
         calibration = Calibration(**entry)  # type: ignore[arg-type]  # JSON says nothing about types
         shares = (calibration.quality, calibration.reached, calibration.recomputed)
@@ -165,4 +166,7 @@ def _known(path: Path) -> dict[str, dict[str, object]]:
     except (OSError, ValueError, RecursionError) as error:
         logger.warning("%s cannot be read (%s); run cachecraft calibrate again", path, error)
         return {}
-    return read if isinstance(read, dict) else {}
+    if not isinstance(read, dict):
+        logger.warning("%s is damaged (no object); run cachecraft calibrate again", path)
+        return {}
+    return read

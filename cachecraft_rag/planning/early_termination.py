@@ -95,7 +95,10 @@ class FocusMonitor:
         self.layer: int | None = None
 
     def observe(self, layer: int, mass: Sequence[float]) -> bool:
-        """Add the question's attention to each chunk in the next layer, `[chunks]` (eq. 15); True if that decides."""
+        """Add one layer's attention of the question to each chunk, `[chunks]` (eq. 15); True if this layer decides.
+
+        Layers are given in their order; after the decision they are ignored.
+        """
         if self.focused is not None:
             return False
         self._cumulative = [old + new for old, new in zip(self._cumulative, mass, strict=True)]

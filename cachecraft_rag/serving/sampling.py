@@ -122,10 +122,10 @@ class SamplingOptions(TypedDict, total=False):
 
 
 def sampling_from(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options with a question's `SamplingOptions` put together as the option `sampling`.
+    """Return a copy of the options in which those of `SamplingOptions` are replaced by one `sampling`.
 
-    They override the fields of a given `sampling`; other options, and the argument itself, are unchanged. Raises
-    ConfigError for both `max_tokens` and `max_new_tokens`.
+    They override the fields of a given `sampling`; other options stay. None counts as given, which only `seed` and
+    `json_schema` may be. Raises ConfigError for both `max_tokens` and `max_new_tokens`.
 
     >>> sampling_from({"max_tokens": 5, "stop": "END", "session": "ada"})["sampling"].stop
     ('END',)

@@ -184,9 +184,9 @@ class ChunkCacheStore(Closeable):
     ) -> LookupResult:
         """Return the variants of chunks, shared ones and those of `session`, and why rows were refused; no tensors.
 
-        Every given chunk id is a key of the result's `variants`. Damaged rows are refused, and with `bounds` also rows
-        that do not fit the model or the chunks; the variants then carry the model's layout. Refused rows are removed in
-        the background, except rows of a remote that only this process cannot use (an unknown codec, another key).
+        Every given chunk id is a key of the result's `variants`. Damaged rows are refused. With `bounds`, rows that do
+        not fit the model or the chunks are refused too, and variants carry the model's layout. Refused rows are removed
+        in the background, except rows of a remote that only this process cannot use (an unknown codec, another key).
         Chunks with fewer variants here than `RemoteTuning.ask_below` are looked up on the remote too, within its time
         limit. If the catalog cannot be read or the folder is gone, a warning is logged and nothing is found: the answer
         is then computed without reuse.
@@ -250,7 +250,7 @@ class ChunkCacheStore(Closeable):
         self,
         namespace: str,
         fingerprint: str,
-        marks: Mapping[int, object],
+        marks: Collection[int],
         *,
         session: str | None = None,
     ) -> list[MarkedText]:
@@ -626,8 +626,8 @@ class ChunkCacheStore(Closeable):
         """Write waiting captures and uses, then close the folder; a second call does nothing.
 
         Waits without limit for writes and reads under way. Then captures that wait to be sent to the remote have
-        `RemoteTuning.close_timeout_s` seconds; later ones are dropped. Failures are logged. In a forked process it does
-        nothing.
+        `RemoteTuning.close_timeout_s` seconds; those not sent by then are dropped. Failures are logged. In a forked
+        process it does nothing.
         """
         # a fork has no waiting captures, and the files belong to its parent
         if not self._home.here:

@@ -189,7 +189,7 @@ class Database:
 
         SQLite overwrites a removed row, but no earlier copies of it that moved within a page. Takes time and room on
         the disk in proportion to the file. If it fails, a warning is logged, and the next call, in any process, tries
-        again.
+        again. Raises the kind's error if the file cannot even be read.
         """
         if not self.must_be_compacted:
             return
@@ -224,10 +224,11 @@ class Database:
         return True
 
     def erase(self) -> bool:
-        """Move the journal into the file and empty it: pages in it still hold removed rows.
+        """Move the journal into the file and empty it, because its pages may still hold removed rows.
 
         Returns False if another reader or writer is still using the journal; the next call, or the last process that
-        closes the file, empties it.
+        closes the file, empties it. Returns True, and empties nothing, if the file is read-only, or without a
+        connection for writing, as on a full disk.
         """
         if self.read_only:
             return True

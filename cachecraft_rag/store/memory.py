@@ -102,10 +102,10 @@ class MemoryTier:
         return nbytes <= self.budget_bytes
 
     def add(self, variant: Variant, kv: torch.Tensor) -> bool:
-        """Hold `kv` `[layers, 2, tokens, kv_heads, head_dim]`, not a copy; return False if it exceeds the budget alone.
+        """Hold `kv` `[layers, 2, tokens, kv_heads, head_dim]`, not a copy; return False if the budget is smaller.
 
-        Others leave if there is no room; these are counted in `evicted` and passed to `on_leave`. The caller must not
-        write to `kv` again.
+        Others leave if there is no room; these are counted in `evicted` and passed to `on_leave`. An earlier tensor of
+        the variant is replaced, uncounted, unless False is returned. The caller must not write to `kv` again.
         """
         held = _Held(variant, kv, kv.nbytes, _uses(variant))
         if not self.admits(held.nbytes):

@@ -616,6 +616,7 @@ class VLLMEngine(AnswerEngine):
 
         Args:
             model, store, config, options: as in `Engine.from_pretrained`; settings that vLLM decides are refused.
+                `plain_prompts` counts in a server only.
             server: arguments of vLLM's engine by name, such as `tensor_parallel_size` or `gpu_memory_utilization`;
                 None: no others.
 

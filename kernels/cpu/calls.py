@@ -197,9 +197,9 @@ class Drift:
 
     Args:
         run: the compiled kernels.
-        evidence: int64 row numbers of the recomputed tokens of each chunk, at least one chunk.
-        positions: int64 `[rows]`, positions of the pass's rows.
-        pieces: (chunk, first position, end) of each range of stale tokens.
+        evidence: int64 row numbers of the recomputed tokens of each chunk; at least one chunk, and at least one row
+        each. positions: int64 `[rows]`, positions of the pass's rows. pieces: (chunk, first position, end) of each
+        range of positions to move.
     """
 
     def __init__(
@@ -225,10 +225,10 @@ class Drift:
         turns: tuple[Tensor, Tensor],
         strength: float,
     ) -> None:
-        """Move the stale tokens of one layer by their chunk's mean change, in place. Shapes are not checked.
+        """Move all positions of `pieces` in one layer by their chunk's mean change, in place. Nothing is checked.
 
         A change is the difference of a recomputed token in `rows` from what `merged` holds at its position, so call
-        this before the rows are written there. The recomputed tokens in `merged` stay as they are. `merged` is `[2,
+        this before the rows are written there: recomputed tokens within `pieces` are moved, too. `merged` is `[2,
         positions, kv_heads, head_dim]`, `rows` are keys and values `[rows, kv_heads, head_dim]`, all rotated; `turns`
         are cos and sin `[positions, rotary_dim]`.
         """

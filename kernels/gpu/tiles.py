@@ -223,8 +223,8 @@ def scores(
 ):
     """Return scores times log2(e), float32 `[BLOCK_M, BLOCK_N]`, of `q` `[BLOCK_M, BLOCK_D]`, `k` `[BLOCK_N, BLOCK_D]`.
 
-    With SOFTCAP, scores become softcap · tanh(scores / softcap), and `scale` is the plain factor. Otherwise `softcap`
-    is not used, and `scale` holds the factor log2(e) already. UPCAST is for Triton's interpreter, which multiplies the
+    With SOFTCAP, scores become softcap · tanh(scores / softcap). Without, `softcap` is not used, and the caller must
+    have multiplied `scale` by log2(e). UPCAST is for Triton's interpreter, which multiplies the
     bits of bfloat16 as if they were integers. PRECISION is `tl.dot`'s `input_precision`.
     """
     if UPCAST:

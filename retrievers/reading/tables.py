@@ -46,8 +46,8 @@ def rows_to_text(rows: Iterable[Sequence[str]], length: int) -> str:
     """Return rows, the first of which names the columns, as paragraphs, one a row; an empty cell is left out.
 
     A column without a name is `column N`, from 1. Rows of one cell above the names are titles and become paragraphs. A
-    table of one row gives its cells with commas between them. `length` is the file's: a text that is ten times as long
-    is refused.
+    table of one row gives its cells with commas between them. `length` is the file's: a text that is 1 MiB longer
+    than ten times that is a FormatError.
     """
     rows = [row for row in rows if any(cell.strip() for cell in row)]
     titles = _titles(rows)
@@ -119,9 +119,10 @@ def _shortened(name: str) -> str:
 
 
 def json_to_text(text: str) -> str:
-    """Return JSON as `path: value` lines, a paragraph a record, see `_records`.
+    """Return JSON, or JSON Lines, as `path: value` lines, a paragraph a record, see `_records`; blank text gives "".
 
-    Values that are null or "" are left out. Raises FormatError for other text, and for a result ten times as long.
+    Values that are null or "" are left out. Raises FormatError for other text, and for a result that is 1 MiB longer
+    than ten times the text.
 
     >>> json_to_text('[{"name": "K2", "size": {"litres": 1.7}}, {"name": "C6", "parts": ["lid", "jug"]}]')
     'name: K2\\nsize.litres: 1.7\\n\\nname: C6\\nparts: lid\\nparts: jug'

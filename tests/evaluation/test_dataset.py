@@ -18,6 +18,7 @@ from cachecraft_rag.evaluation.dataset import (
     handbook_dataset,
     load_dataset,
 )
+from cachecraft_rag.evaluation.formats import JsonRecord, read_squad
 from cachecraft_rag.model.demo_model import handbook_questions
 from cachecraft_rag.types.documents import Chunk
 
@@ -83,6 +84,15 @@ def test_passages_hold_the_answer_and_come_from_the_article(squad: Path) -> None
         (place,) = [i for i, text in enumerate(texts(question)) if question.answers[0] in text]
         places.append(place)
     assert set(places) == {0, 1, 2}  # the one with the answer may stand anywhere
+
+
+def test_articles_without_a_title_in_two_records_are_two_documents() -> None:
+    def record(word: str) -> dict[str, object]:
+        asked = [{"question": "Who?", "answers": [{"text": word}]}]
+        return {"data": [{"paragraphs": [{"context": f"{word} did.", "qas": asked}]}]}
+
+    records = [JsonRecord("here", record(word)) for word in ("Ada", "Bob")]
+    assert len(read_squad(records).documents) == 2
 
 
 def test_other_documents_fill_up_where_the_article_is_too_short(squad: Path) -> None:

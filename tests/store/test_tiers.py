@@ -707,6 +707,10 @@ def test_ctrl_c_at_any_line_leaves_a_memory_that_works_and_keeps_to_its_budget()
 # -- writers ----------------------------------------------------------------------------------------------------------
 
 
+def test_a_token_too_long_for_a_file_name_is_no_running_writer(tmp_path: Path) -> None:
+    assert not Writers(tmp_path).is_alive("a" * 300)
+
+
 def test_a_writer_is_alive_until_it_leaves(tmp_path: Path) -> None:
     one, two = Writers(tmp_path), Writers(tmp_path)
     for writer in (one, two, two):

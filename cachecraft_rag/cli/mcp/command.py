@@ -90,10 +90,12 @@ def mcp(*, settings: Settings, chosen: McpOptions) -> None:
 def load_while_serving(
     settings: Settings, chosen: McpOptions, loaded: Future[CacheCraft], server: ServerThread
 ) -> None:
-    """Serve until the client leaves, and load the model meanwhile: clients give a server seconds to answer.
+    """Start the server, and load the model meanwhile: clients give a server seconds to answer.
 
-    If loading raises a CacheCraftError, it is printed and not raised: each call of a tool is answered with it (`loaded`
-    holds it) until the client leaves, and the agent can report it.
+    Closes the model once the server ends: over stdio when its client leaves, over HTTP at Ctrl-C. If loading raises a
+    CacheCraftError, it is printed and not raised: each call of a tool is answered with it (`loaded` holds it) until
+    then, and the agent can report it. Any other error passes at once, and must end the process: `loaded` stays unset.
+    So do the server's own, once it has ended.
     """
     server.start()
     try:

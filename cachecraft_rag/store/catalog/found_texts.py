@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from cachecraft_rag.store.database import Database, fetched
@@ -78,7 +78,7 @@ class FoundTexts:
             connection.execute(_MARK, given)
 
     def marked(
-        self, namespace: str, fingerprint: str, marks: Mapping[int, object], *, session: str | None
+        self, namespace: str, fingerprint: str, marks: Collection[int], *, session: str | None
     ) -> list[MarkedText]:
         """Return the texts, shared or of `session`, with a variant and one of these marks, once for each mark."""
         with self._db.reading() as connection:

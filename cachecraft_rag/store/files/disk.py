@@ -209,17 +209,17 @@ class DiskTier:
         return [part for part in (self._temporary(path, writer), path) if part.exists()]
 
     def scan(self) -> Iterator[tuple[Path, FileRef]]:
-        """Yield the path of every file below the root, temporary ones too, with id and time from its name and its size.
+        """Yield the path of every file below the root, temporary ones too, with its size, and id and time of its name.
 
-        A file whose name is not of this store has the id "" and the time 0.0. A folder that cannot be listed is left
-        out.
+        A file whose name is not of this store has the id "" and the time 0.0. A folder that cannot be listed, and what
+        cannot be looked at, is left out.
         """
         for folder, _, names in os.walk(self.root):
             for name in names:
                 path = Path(folder, name)
                 try:
                     nbytes = path.lstat().st_size
-                except FileNotFoundError:
+                except (FileNotFoundError, PermissionError):
                     continue
                 if (match := _NAME.fullmatch(name)) is None:
                     yield path, FileRef("", 0.0, nbytes)

@@ -14,6 +14,8 @@ import uuid
 from contextlib import suppress
 from pathlib import Path
 
+_LONGEST_TOKEN = 64  # ours have 32 characters
+
 
 class Writers:
     """Tokens of the writers on a folder, including this store's token."""
@@ -49,10 +51,15 @@ class Writers:
         return self.folder / f"{token}.lock"
 
     def is_alive(self, token: str) -> bool:
-        """Return True if the writer of this token still runs. False is final: tokens are never used twice."""
+        """Return True if the writer of this token still runs; always for this object's own token.
+
+        False is final once that writer has entered: tokens are never used twice. Raises OSError if its lock file cannot
+        be opened.
+        """
         if token == self.token:
             return True
-        if not (isinstance(token, str) and token.isalnum()):  # from a damaged row, so not a token
+        # from a damaged row, so not a token
+        if not (isinstance(token, str) and token.isalnum() and len(token) <= _LONGEST_TOKEN):
             return False
         try:
             descriptor = os.open(self._path(token), os.O_RDONLY | os.O_CLOEXEC)

@@ -271,7 +271,7 @@ def keys_in(path: Path) -> list[str]:
             data = file.read(_FILE_BYTES + 1)
         is_too_long = len(data) > _FILE_BYTES
         # the last character may be cut off
-        text = data.decode(errors="ignore" if is_too_long else "strict")
+        text = data.decode("utf-8-sig", errors="ignore" if is_too_long else "strict")
     except (OSError, ValueError) as error:
         why = (
             f"cannot be read ({error.strerror if isinstance(error, OSError) else 'it is no text'})"

@@ -165,10 +165,12 @@ class ServedPrompts:
                 self._blocks.popitem(last=False)
 
     def longest(self, ids: Sequence[int], origin: Origin) -> tuple[int, Ask | None]:
-        """Return the number of tokens of the longest prefix that was served, and the request for chunk-caches for it.
+        """Return the number of tokens of the longest prefix that was served, a multiple of 16, and the ask that filled
+        it.
 
-        Only prompts that were noted with an equal `origin` count. The number is a multiple of 16. The request is None
-        if vLLM computed the prefix without chunk-caches.
+        The ask is None if vLLM computed the prefix without chunk-caches. Only prompts that were noted with an equal
+        `origin`, except for its `quality`, count; of a prompt that was served from chunk-caches, only prefixes that
+        hold all of its chunks. Raises OverflowError for a token id of more than 63 bits.
         """
         length = 0
         ask: Ask | None = None

@@ -145,7 +145,7 @@ class FillBudget:
         self._captured: dict[str, int] = {}
 
     def refusal(self, size: FillSize) -> str | None:
-        """Return why a prompt cannot be filled even alone, as a sentence, or None if it can and without a limit."""
+        """Return why a prompt cannot be filled even alone, as a sentence; None if it can, or if there is no limit."""
         memory = self._memory
         longest = memory.longest()
         if memory.total is None or longest is None:

@@ -488,6 +488,8 @@ def test_keys_come_from_the_setting_a_file_or_the_environment(
     assert RemoteConfig("memory://").keys() == ()
     assert RemoteConfig("memory://", key=KEY).keys() == (KEY.encode(),)
     assert RemoteConfig("memory://", key_file=keys).keys() == (KEY.encode(), OTHER_KEY.encode())
+    keys.write_bytes(b"\xef\xbb\xbf" + keys.read_bytes())  # as editors on Windows begin a file
+    assert RemoteConfig("memory://", key_file=keys).keys() == (KEY.encode(), OTHER_KEY.encode())
     monkeypatch.setenv("CACHECRAFT_REMOTE_KEY_FILE", str(keys))
     assert RemoteConfig("memory://").keys() == (KEY.encode(), OTHER_KEY.encode())
     monkeypatch.setenv("CACHECRAFT_REMOTE_KEY", OTHER_KEY)
