@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Sequence, Set
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -20,6 +20,7 @@ from cachecraft_rag.serving.generation import Generation
 from cachecraft_rag.store.catalog_records import RowFilter
 from cachecraft_rag.store.layout import StoredVariant
 from cachecraft_rag.store.loading.pending import PendingLoads
+from cachecraft_rag.types.captures import Capture
 from cachecraft_rag.types.documents import Chunk
 from tests.engines import SHORT, Asking, Turn, until, waiting
 
@@ -99,6 +100,33 @@ def test_private_captures_are_waited_for_by_their_own_session_only(make_engine: 
     assert Asking(engine, [KETTLE], session="ann").outcomes == ["exact"]
     for answer in (first, nobody):
         answer.close()
+
+
+def test_private_captures_that_are_being_stored_delay_their_own_session_only(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the time to the first token would tell what others have sent."""
+    engine = make_engine(system="You help Ann, who is 83.", private_system=True)
+    put = engine.store.put
+    gates: list[tuple[Capture, Future[Any]]] = []
+
+    def wait_in_line(capture: Capture) -> Future[Any]:
+        gates.append((capture, Future()))
+        return gates[-1][1]
+
+    monkeypatch.setattr(engine.store, "put", wait_in_line)
+    Asking(engine, [KETTLE], session="ann").ended()
+    until(lambda: len(gates) == 2)  # the instruction and the kettle
+    monkeypatch.setattr(engine.store, "put", put)
+    try:
+        assert Asking(engine, [KETTLE], session="bob").outcomes == ["computed"]
+        again = Asking(engine, [KETTLE], session="ann")
+    finally:
+        for capture, stored in gates:
+            put(capture).add_done_callback(
+                lambda done, stored=stored: stored.set_result(done.result())  # type: ignore[misc]
+            )
+    assert again.outcomes == ["exact"]
 
 
 def test_when_the_first_one_fails_the_next_one_computes(
@@ -292,7 +320,7 @@ def test_an_answer_that_is_closed_while_it_waits_leaves_the_line(engine: Engine)
     }
     assert (sum(ends.values()), ends["closed"]) == (3, 1)  # type: ignore[arg-type]
     assert value("cachecraft_chunks_total", {"outcome": "failed", "reason": "failed"}) == 1
-    assert not engine._answering._captures
+    assert not engine.write_back.pending()
 
 
 # -- event loops ------------------------------------------------------------------------------------------------------

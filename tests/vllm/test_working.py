@@ -204,7 +204,7 @@ def expected(engine: Engine, ask: Ask) -> Tensor:
 
 def prefilled(engine: Engine, ask: Ask) -> tuple[Tensor, Any]:
     """The Hugging Face engine's buffer for the same prompt, and its progress."""
-    from cachecraft_rag.serving.admission import FutureCaptures
+    from cachecraft_rag.serving.chunks_in_progress import FutureCaptures
     from cachecraft_rag.serving.request import Request, RequestProgress
     from cachecraft_rag.serving.sampling import SamplingParams
 
