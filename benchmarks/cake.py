@@ -26,6 +26,7 @@ from rich.table import Table
 
 from benchmarks.first_token import QUESTION, chunks_of, drop_page_cache
 from benchmarks.plotting import BLACK, BLUE, GREY, RED, YELLOW, pyplot, save
+from benchmarks.shared_options import Pairs
 from cachecraft_rag.cli import options
 from cachecraft_rag.cli.console import out
 from cachecraft_rag.cli.options import numbers, print_json, progress_bar
@@ -369,9 +370,7 @@ def main(
         str, typer.Option("--shares", help="Shares of the compute; the rest spins.")
     ] = "1,0.5",
     codecs: Annotated[str, typer.Option("--codecs", help="raw, int8, entropy.")] = "raw,int8",
-    pairs: Annotated[
-        int, typer.Option("--pairs", min=1, help="Runs of each side, alternating.")
-    ] = 1,
+    pairs: Pairs = 1,
     plot: Annotated[
         Path | None, typer.Option("--plot", help="Draw the figure to this file.")
     ] = None,

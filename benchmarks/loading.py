@@ -26,6 +26,7 @@ import typer
 from rich.table import Table
 
 from benchmarks.first_token import QUESTION, chunks_of, drop_page_cache
+from benchmarks.shared_options import NEAREST_SHARE, NearestShare, Pairs
 from cachecraft_rag.cli import options
 from cachecraft_rag.cli.console import out
 from cachecraft_rag.cli.options import print_json, progress_bar
@@ -295,16 +296,12 @@ def main(
             show_default="loading takes 0.4 of computing",
         ),
     ] = None,
-    pairs: Annotated[
-        int, typer.Option("--pairs", min=1, help="Runs of each side, alternating.")
-    ] = 7,
+    pairs: Pairs = 7,
     queue_chunks: Annotated[
         int,
         typer.Option("--queue-chunks", min=1, help="Chunks of a prompt that is computed before."),
     ] = 1,
-    nearest_share: Annotated[
-        float, options.option_of("reuse.nearest_share", min=0.0, max=1.0)
-    ] = ReuseConfig().nearest_share,
+    nearest_share: NearestShare = NEAREST_SHARE,
     threads: options.Threads = None,
     as_json: options.Json = False,
 ) -> None:

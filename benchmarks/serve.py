@@ -26,6 +26,7 @@ import typer
 from rich.table import Table
 
 from benchmarks.first_token import QUESTION, chunks_of
+from benchmarks.shared_options import NearestShare
 from benchmarks.traffic import Traffic, draw_trace
 from benchmarks.variant_counts import variant_counts, variants_per_chunk
 from cachecraft_rag.checks import FINITE, MOST, check_number, check_whole
@@ -424,9 +425,7 @@ def main(
         str | None, typer.Option("--qps", help="Instead of --loads: requests per second.")
     ] = None,
     ratios: Annotated[str, typer.Option("--ratios", help="Recompute ratios.")] = "0,0.15,0.3",
-    nearest_share: Annotated[
-        float, options.option_of("reuse.nearest_share", min=0.0, max=1.0)
-    ] = _DEFAULT.nearest_share,
+    nearest_share: NearestShare = _DEFAULT.nearest_share,
     probe_min_rows: Annotated[
         int, options.option_of("method.probe_min_rows", min=0)
     ] = _DEFAULT.method.probe_min_rows,
