@@ -102,7 +102,7 @@ def measure(
                 [ask(engine, moved, size, config=side)[0] for side in (_FULL, reuse)]
                 for _ in range(pairs)
             ]
-            # Behind their own prefixes nothing is left to prefill, so all answers begin at about the same time.
+            # After their own prefixes nothing is left to prefill, so all answers begin at about the same time.
             _, rate = ask(engine, chunks, size, config=reuse, answer_tokens=answer_tokens)
             yield Batch(tokens, size, *zip(*times, strict=True), rate)
 

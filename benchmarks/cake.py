@@ -1,6 +1,6 @@
 """Cake's own comparison: computing only, loading only, and overlapped prefill, at several bandwidths.
 
-All chunks of the prompt were captured behind the same prefix, so that none has to be recomputed: Cake as published.
+All chunks of the prompt were captured after the same prefix, so that none has to be recomputed: Cake as published.
 Files are real and cold (page cache dropped). A token bucket at the reader limits the bandwidth to a multiple of the
 rate at which this machine computes KV bytes. Processes that spin leave a share of the compute, and the share that
 computing really had stands beside it.

@@ -1,6 +1,6 @@
 """Loading: the share of the disk's speed that reads reach, and of the loading time that layer-wise loading hides.
 
-From memory and from disk, by a request that comes first, or behind another one while whose prefill it loads
+From memory and from disk, by a request that is first in line, or by one that loads during another one's prefill
 (Cache-Craft Fig. 29).
 """
 
@@ -170,7 +170,7 @@ def run(
 
 
 class _Bench:
-    """Chunk-caches on disk, each captured behind other neighbours than in the prompt."""
+    """Chunk-caches on disk, each captured after other neighbours than in the prompt."""
 
     def __init__(self, decoder: Decoder, folder: Path, settings: LoadSettings) -> None:
         self._decoder, self._folder, self._settings = decoder, folder, settings
@@ -330,7 +330,7 @@ def main(
     table.add_row("first token: overlapped (Cake)", f"{report.cake_s:.3f} s")
     table.add_row("first token: from memory", f"{report.host_s:.3f} s")
     queued = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in report.queued.items())
-    table.add_row(f"the same after {report.queue_s:.2f} s behind another", queued)
+    table.add_row(f"the same after {report.queue_s:.2f} s after another", queued)
     # a shorter load is lost in the noise of computing
     clear = report.load_s > 0.03 * report.whole_s
     table.add_row(

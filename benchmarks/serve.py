@@ -111,7 +111,7 @@ class ServeSettings:
 
     @property
     def sides(self) -> dict[str, ReuseConfig]:
-        """Settings of each side; prefix caching reuses only chunks behind the same prefix."""
+        """Settings of each side; prefix caching reuses only chunks after the same prefix."""
         sides = {PREFIX_CACHE: ReuseConfig(method=ReuseMethod(scope="prefix"))}
         for ratio in self.ratios:
             sides[f"reuse@{ratio:g}"] = ReuseConfig(
@@ -300,7 +300,7 @@ def drawn(decoder: Decoder, settings: ServeSettings) -> list[Asked]:
 def _side(
     decoder: Decoder, config: ReuseConfig, settings: ServeSettings, folder: Path
 ) -> Iterator[Engine]:
-    """An engine over an empty store; nobody is turned away, however long the queue."""
+    """An engine over an empty store; no request is turned away, however long the queue."""
     with (
         ChunkCacheStore.open(folder) as store,
         Engine(
@@ -338,7 +338,7 @@ def serve(
     settings: ServeSettings,
     tick_one: Callable[[], object],
 ) -> list[Answered]:
-    """Ask each at its time, in seconds from the start, in a thread of its own; returns when all are answered."""
+    """Ask each at its time, in seconds from the start, in a thread each; returns when all are answered."""
     with ThreadPoolExecutor(len(asked), thread_name_prefix="cachecraft-clients") as clients:
         started, pending = time.perf_counter(), []
         for one, at in zip(asked, times, strict=True):

@@ -76,7 +76,7 @@ def test_chunks_that_cannot_serve_are_not_waited_for(engine: Engine) -> None:
     Asking(engine, []).ended()  # the instruction
     engine.settle()
     first = engine.stream(QUESTION, [KETTLE, TOASTER], sampling=SHORT)
-    next(first)  # its reader pauses; it has the kettle behind the toaster
+    next(first)  # its reader pauses; it has the toaster after the kettle
     assert Asking(
         engine, [KETTLE], config=ReuseConfig(method=ReuseMethod(scope="prefix"))
     ).outcomes == ["computed"]
@@ -92,13 +92,13 @@ def test_private_captures_are_waited_for_by_their_own_session_only(make_engine: 
     engine = make_engine(system="You help Ann, who is 83.", private_system=True)
     first = engine.stream(QUESTION, [KETTLE], sampling=SHORT, session="ann")
     next(first)  # its reader pauses
-    nobody = engine.stream(QUESTION, [KETTLE], sampling=SHORT)
-    next(nobody)  # nothing of it is stored
+    anonymous = engine.stream(QUESTION, [KETTLE], sampling=SHORT)
+    next(anonymous)  # nothing of it is stored
     assert Asking(engine, [KETTLE], session="bob").outcomes == ["computed"]
     engine.settle()
     assert {row.variant.session for row in engine.store.rows()} == {"bob"}
     assert Asking(engine, [KETTLE], session="ann").outcomes == ["exact"]
-    for answer in (first, nobody):
+    for answer in (first, anonymous):
         answer.close()
 
 
@@ -353,7 +353,7 @@ def test_a_cancelled_task_leaves_the_line_at_once(engine: Engine, way: str) -> N
             await asyncio.sleep(0.001)
 
     with Turn(engine, [KETTLE]) as first:
-        asyncio.run(cancel())  # it ends while nobody computes
+        asyncio.run(cancel())  # it ends while nothing is computed
     assert first.outcomes == ["computed"]
     assert Asking(engine, [KETTLE]).outcomes == ["exact"]
 
