@@ -37,7 +37,7 @@ class Changes:
 
     scores    variant id → a score for each token, instead of eq. 14's
     prefixes  where given, β′ of moved variants counts as 0 (eq. 12): segment id → what stands before it now
-    moved     chunk id → the number of positions that its keys stay behind
+    moved     chunk id → the number of positions by which its keys lag
     """
 
     scores: Mapping[str, np.ndarray] = field(default_factory=dict)
@@ -84,7 +84,7 @@ class BaselineStore(ChunkCacheStore):
         }
 
     def open_variants(self, variants: Sequence[Variant]) -> list[Any]:
-        """See `ChunkCacheStore.open_variants`: what is to stay behind comes loaded, its keys turned back."""
+        """See `ChunkCacheStore.open_variants`: a chunk whose keys are to lag is loaded, and its keys turned back."""
         moved = self.changes.moved
         opened = super().open_variants([one for one in variants if one.key.chunk_id not in moved])
         others = iter(opened)
@@ -132,7 +132,7 @@ def no_overlap(
 def no_positions(
     engine: Engine, question: EvaluationQuestion, _: float
 ) -> AbstractContextManager[Sequence[Chunk]]:
-    """Leave the keys of reused chunks at the position right behind the instruction (Cache-Craft Table 3)."""
+    """Leave the keys of reused chunks at the position right after the instruction (Cache-Craft Table 3)."""
     prompt = engine.prompts.build(question.text, question.passages, reserve=1)
     store_of(engine).rope = engine.decoder.rope
     places = zip(prompt.segments[1:-1], prompt.bounds[1:], strict=False)
@@ -247,7 +247,7 @@ def value_deviation(
 
 
 def first_values(engine: Engine, token_ids: Sequence[int]) -> Tensor:
-    """Values `[tokens, kv_heads, head_dim]` of the second layer, by the model's own forward, which stops behind it."""
+    """Values `[tokens, kv_heads, head_dim]` of the second layer, by the model's own forward, which stops after it."""
     from transformers import DynamicCache
 
     def stop(*_: object) -> None:

@@ -15,6 +15,7 @@ import typer
 from rich.table import Table
 
 from benchmarks.first_token import QUESTION, Shape, chunks_of
+from benchmarks.shared_options import NEAREST_SHARE, NearestShare, Pairs
 from cachecraft_rag.cli import options
 from cachecraft_rag.cli.console import out
 from cachecraft_rag.cli.options import numbers, print_json, progress_bar
@@ -101,7 +102,7 @@ def measure(
                 [ask(engine, moved, size, config=side)[0] for side in (_FULL, reuse)]
                 for _ in range(pairs)
             ]
-            # Behind their own prefixes nothing is left to prefill, so all answers begin at about the same time.
+            # After their own prefixes nothing is left to prefill, so all answers begin at about the same time.
             _, rate = ask(engine, chunks, size, config=reuse, answer_tokens=answer_tokens)
             yield Batch(tokens, size, *zip(*times, strict=True), rate)
 
@@ -111,15 +112,11 @@ def main(
     dtype: options.Dtype = "auto",
     tokens: Annotated[str, typer.Option("--tokens", help="Lengths of prompts.")] = "500,1000,2000",
     sizes: Annotated[str, typer.Option("--sizes", help="Requests at once.")] = "1,2,4,8",
-    pairs: Annotated[
-        int, typer.Option("--pairs", min=1, help="Runs of each side, alternating.")
-    ] = 3,
+    pairs: Pairs = 3,
     answer_tokens: Annotated[
         int, typer.Option("--answer-tokens", min=2, help="To time decoding with.")
     ] = 48,
-    nearest_share: Annotated[
-        float, options.option_of("reuse.nearest_share", min=0.0, max=1.0)
-    ] = ReuseConfig().nearest_share,
+    nearest_share: NearestShare = NEAREST_SHARE,
     threads: options.Threads = None,
     as_json: options.Json = False,
 ) -> None:

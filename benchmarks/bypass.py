@@ -95,7 +95,7 @@ def _servers(model: str) -> Iterator[tuple[Any, Any]]:
     from cachecraft_rag.vllm.engine import VLLMEngine
 
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    # GiB; by itself vLLM would take nearly all of a CPU's memory
+    # GiB; otherwise vLLM would take nearly all of a CPU's memory
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     memory = {"gpu_memory_utilization": _MEMORY}

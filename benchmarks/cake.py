@@ -1,6 +1,6 @@
 """Cake's own comparison: computing only, loading only, and overlapped prefill, at several bandwidths.
 
-All chunks of the prompt were captured behind the same prefix, so that none has to be recomputed: Cake as published.
+All chunks of the prompt were captured after the same prefix, so that none has to be recomputed: Cake as published.
 Files are real and cold (page cache dropped). A token bucket at the reader limits the bandwidth to a multiple of the
 rate at which this machine computes KV bytes. Processes that spin leave a share of the compute, and the share that
 computing really had stands beside it.
@@ -26,6 +26,7 @@ from rich.table import Table
 
 from benchmarks.first_token import QUESTION, chunks_of, drop_page_cache
 from benchmarks.plotting import BLACK, BLUE, GREY, RED, YELLOW, pyplot, save
+from benchmarks.shared_options import Pairs
 from cachecraft_rag.cli import options
 from cachecraft_rag.cli.console import out
 from cachecraft_rag.cli.options import numbers, print_json, progress_bar
@@ -369,9 +370,7 @@ def main(
         str, typer.Option("--shares", help="Shares of the compute; the rest spins.")
     ] = "1,0.5",
     codecs: Annotated[str, typer.Option("--codecs", help="raw, int8, entropy.")] = "raw,int8",
-    pairs: Annotated[
-        int, typer.Option("--pairs", min=1, help="Runs of each side, alternating.")
-    ] = 1,
+    pairs: Pairs = 1,
     plot: Annotated[
         Path | None, typer.Option("--plot", help="Draw the figure to this file.")
     ] = None,

@@ -126,7 +126,7 @@ class Compared:
 
 
 class _Scripted(FocusMonitor):
-    """Records what it is shown, and decides as it was told: in this layer for these chunks, or never."""
+    """Records what it is shown, and decides as set: in this layer for these chunks, or never."""
 
     def __init__(self, decision: tuple[int, frozenset[int]] | None) -> None:
         super().__init__(0, window=1)
@@ -405,7 +405,7 @@ def main(
         ),
     ] = None,
     origin: Annotated[
-        str, typer.Option("--origin", help="What chunks are captured behind.")
+        str, typer.Option("--origin", help="Context in which chunks are captured.")
     ] = "unrelated",
     dtype: options.Dtype = "float32",
     folder: Annotated[

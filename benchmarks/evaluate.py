@@ -74,7 +74,7 @@ def origin_named(name: str) -> OriginCondition:
 
 
 def _craft_at(found: Sequence[Record], columns: Columns) -> Sequence[Record] | None:
-    """The paper's selector at the same ratio; None where there is none."""
+    """The paper's selector at the same ratio; None without one."""
     ratio = found[0].ratio
     return None if ratio is None else columns.get(label(CRAFT.name, ratio))
 

@@ -1,6 +1,6 @@
 """Time to the first token: reuse against the model's own prefill, in one run, in the dtype of the fastest own prefill.
 
-All chunks of the prompt were captured behind *other* neighbours, so each of them is moved and partly recomputed. The
+All chunks of the prompt were captured after *other* neighbours, so each of them is moved and partly recomputed. The
 sides run alternately and are compared by medians, because the speed of a machine drifts.
 """
 
@@ -66,7 +66,7 @@ class Peer(Protocol):
     """Another engine with a decoder's weights."""
 
     def answer(self, ids: Sequence[int], tokens: int) -> tuple[float, float]:
-        """Seconds to the first and to the last of `tokens` tokens behind a prompt; no prefix is reused."""
+        """Seconds to the first and to the last of `tokens` tokens after a prompt; no prefix is reused."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class TtftReport:
     ratio_early_termination  as ratio_host, with early termination
     ratio_all_recomputed     this package's engine without reuse
     kernels                  instructions of the CPU kernels in use (`kernels/cpu`), or torch
-    decode_ms                of one token of an answer behind a reused prompt; None where answers end with the first
+    decode_ms                of one token of an answer after a reused prompt; None where answers end with the first
     to_64_tokens_s           host_s and 63 of these
     peers                    seconds of the whole prefill by each other engine with the same weights;
                              peers_decode_ms and peers_to_64_tokens_s as above
@@ -313,13 +313,13 @@ class _Bench:
         self.store.close()
 
     def _decode_steps(self, rounds: int) -> tuple[float | None, dict[str, float]]:
-        """Seconds of one token behind the first one: here (None where answers end with the first), by each peer."""
+        """Seconds of one token after the first one: here (None where answers end with the first), by each peer."""
         own: list[float] = []
         others: dict[str, list[float]] = {name: [] for name in self.peers}
         for _ in range(rounds):
             stats = self._ask(self.engine, self.config, tokens=_DECODED)
-            if (behind := stats.tokens_generated - 1) > 0:
-                own.append((stats.total_s - stats.ttft_s) / behind)
+            if (later_tokens := stats.tokens_generated - 1) > 0:
+                own.append((stats.total_s - stats.ttft_s) / later_tokens)
             for name, other in self.peers.items():
                 first, last = other.answer(self.ids, _DECODED)
                 others[name].append((last - first) / (_DECODED - 1))

@@ -130,7 +130,7 @@ def hit_rates(
 
 @contextmanager
 def handbook_retriever(embedder: Embedder) -> Iterator[Retriever]:
-    """The sample handbook in an index of its own, for as long as the block runs."""
+    """A separate index of the sample handbook, while the block runs."""
     with TemporaryDirectory() as folder, open_index(folder, embedder) as index:
         index_folder(handbook_folder(), index, embedder)
         yield Retriever(index, embedder)

@@ -211,7 +211,7 @@ class DeviceTensor(Tensor):
 
     @staticmethod
     def __new__(cls, memory: Tensor, device: torch.device) -> DeviceTensor:
-        """Make a tensor without memory of its own on the device."""
+        """Make a tensor on the device that has no memory."""
         made = Tensor._make_wrapper_subclass(
             cls,
             memory.shape,

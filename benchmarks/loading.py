@@ -1,6 +1,6 @@
 """Loading: the share of the disk's speed that reads reach, and of the loading time that layer-wise loading hides.
 
-From memory and from disk, by a request that comes first, or behind another one while whose prefill it loads
+From memory and from disk, by a request that is first in line, or by one that loads during another one's prefill
 (Cache-Craft Fig. 29).
 """
 
@@ -26,6 +26,7 @@ import typer
 from rich.table import Table
 
 from benchmarks.first_token import QUESTION, chunks_of, drop_page_cache
+from benchmarks.shared_options import NEAREST_SHARE, NearestShare, Pairs
 from cachecraft_rag.cli import options
 from cachecraft_rag.cli.console import out
 from cachecraft_rag.cli.options import print_json, progress_bar
@@ -169,7 +170,7 @@ def run(
 
 
 class _Bench:
-    """Chunk-caches on disk, each captured behind other neighbours than in the prompt."""
+    """Chunk-caches on disk, each captured after other neighbours than in the prompt."""
 
     def __init__(self, decoder: Decoder, folder: Path, settings: LoadSettings) -> None:
         self._decoder, self._folder, self._settings = decoder, folder, settings
@@ -295,16 +296,12 @@ def main(
             show_default="loading takes 0.4 of computing",
         ),
     ] = None,
-    pairs: Annotated[
-        int, typer.Option("--pairs", min=1, help="Runs of each side, alternating.")
-    ] = 7,
+    pairs: Pairs = 7,
     queue_chunks: Annotated[
         int,
         typer.Option("--queue-chunks", min=1, help="Chunks of a prompt that is computed before."),
     ] = 1,
-    nearest_share: Annotated[
-        float, options.option_of("reuse.nearest_share", min=0.0, max=1.0)
-    ] = ReuseConfig().nearest_share,
+    nearest_share: NearestShare = NEAREST_SHARE,
     threads: options.Threads = None,
     as_json: options.Json = False,
 ) -> None:
@@ -333,7 +330,7 @@ def main(
     table.add_row("first token: overlapped (Cake)", f"{report.cake_s:.3f} s")
     table.add_row("first token: from memory", f"{report.host_s:.3f} s")
     queued = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in report.queued.items())
-    table.add_row(f"the same after {report.queue_s:.2f} s behind another", queued)
+    table.add_row(f"the same after {report.queue_s:.2f} s after another", queued)
     # a shorter load is lost in the noise of computing
     clear = report.load_s > 0.03 * report.whole_s
     table.add_row(

@@ -1,6 +1,6 @@
 """Peak memory of one request against its floor: the model's weights, and the keys and values of the whole prompt.
 
-Measured in a process of its own, which reads every chunk-cache from the disk and keeps none in memory. What the process
+Measured in a separate process, which reads every chunk-cache from the disk and keeps none in memory. What the process
 takes apart from that (libraries, tokenizer) is measured after a first short pass, and left out.
 """
 

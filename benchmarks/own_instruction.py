@@ -137,7 +137,7 @@ def running(command: Sequence[str], log: Path, **environment: str) -> Iterator[S
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    # GiB; by itself vLLM would take nearly all of a CPU's memory
+    # GiB; otherwise vLLM would take nearly all of a CPU's memory
     variables = {"VLLM_CPU_KVCACHE_SPACE": "1"} | os.environ | environment
     url = f"http://127.0.0.1:{port}"
     full_command = [str(port) if part == "PORT" else part for part in command]

@@ -148,7 +148,7 @@ class Placement:
     """A chunk in one prompt: what stood before it, its keys and values, and what they attended to.
 
     kv      `[layers, 2, tokens, kv_heads, head_dim]`, raw
-    hidden  `[tokens, hidden]` behind the last layer
+    hidden  `[tokens, hidden]` after the last layer
     inter   eq. 3 towards each chunk of `before`, averaged over layers
     top     share of the attention to other chunks that its best `TOP` tokens hold; none where it stood first
     overlap see `Watched.overlap`; None where it stood first
@@ -404,7 +404,7 @@ def bootstrap(
 
 def summary(articles: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Results by figure, from what `look_at` found in each article."""
-    behind = [[p for p in one["pairs"] if p["before"]] for one in articles]
+    following = [[p for p in one["pairs"] if p["before"]] for one in articles]
     first = [p["deviation"] for one in articles for p in one["pairs"] if not p["before"]]
     places = sorted({p["before"] for one in articles for p in one["placements"]} - {0})
     return {
@@ -416,7 +416,7 @@ def summary(articles: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "fig9": _distances(
             *(np.sum([one[name] for one in articles], axis=0) for name in ("near", "far"))
         ),
-        "fig12": _what_deviation_grows_with(behind)
+        "fig12": _what_deviation_grows_with(following)
         | {"of those captured first": float(np.mean(first)) if first else None},
         "fig14": {
             str(share): clustered(
@@ -446,14 +446,14 @@ def _growth(articles: Sequence[Mapping[str, Any]], places: Sequence[int]) -> dic
     return found
 
 
-def _what_deviation_grows_with(behind: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
+def _what_deviation_grows_with(following: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
     """Return rank correlations with the hidden states' deviation, plain and with length and places held constant."""
-    lengths = sorted(p["tokens"] for group in behind for p in group)
-    ordered = [[p for p in group if p["shared"] >= 2] for group in behind]
+    lengths = sorted(p["tokens"] for group in following for p in group)
+    ordered = [[p for p in group if p["shared"] >= 2] for group in following]
     fields = {"CCI": "cci", "1 - β": "no_overlap", "1 - β'": "not_overlapping"}
     found: dict[str, Any] = {"tokens of a chunk, least and most": [lengths[0], lengths[-1]]}
     for label, name, groups in [
-        *((label, name, behind) for label, name in fields.items()),
+        *((label, name, following) for label, name in fields.items()),
         ("γ", "gamma", ordered),
     ]:
         found[label] = {
@@ -464,8 +464,8 @@ def _what_deviation_grows_with(behind: Sequence[Sequence[Mapping[str, Any]]]) ->
             ),
         }
     return found | {
-        "CCI and length": correlation(behind, "cci", outcome="tokens"),
-        "mean deviation": float(np.mean([p["deviation"] for group in behind for p in group])),
+        "CCI and length": correlation(following, "cci", outcome="tokens"),
+        "mean deviation": float(np.mean([p["deviation"] for group in following for p in group])),
     }
 
 

@@ -1,6 +1,6 @@
 """The same requests on two checkouts: equal answers, and the same chunks reused, recomputed and computed.
 
-Each checkout answers in a process of its own, on a tiny random model that writes letters only, so its text names its
+Each checkout answers in a separate process, on a tiny random model that writes letters only, so its text names its
 tokens. Nothing depends on clocks: chunk-caches load layer by layer, and all that follows from an answer is awaited
 before the next question.
 """
@@ -38,7 +38,7 @@ _START = (
 
 @dataclass(frozen=True)
 class Group:
-    """Requests to one engine over a store of its own.
+    """Requests to one engine over a separate store.
 
     count     of all 200
     options   of `Engine.from_pretrained`

@@ -154,7 +154,7 @@ def _directions(count: int, *, seed: int) -> NDArray[np.float32]:
 
 
 def _variant(chunk_id: str, created: float) -> Variant:
-    """A variant that was captured behind one other chunk."""
+    """A variant that was captured after one other chunk."""
     key = VariantKey(
         namespace=_NAMESPACE,
         fingerprint=_MODEL,

@@ -26,6 +26,7 @@ import typer
 from rich.table import Table
 
 from benchmarks.first_token import QUESTION, chunks_of
+from benchmarks.shared_options import NearestShare
 from benchmarks.traffic import Traffic, draw_trace
 from benchmarks.variant_counts import variant_counts, variants_per_chunk
 from cachecraft_rag.checks import FINITE, MOST, check_number, check_whole
@@ -110,7 +111,7 @@ class ServeSettings:
 
     @property
     def sides(self) -> dict[str, ReuseConfig]:
-        """Settings of each side; prefix caching reuses only chunks behind the same prefix."""
+        """Settings of each side; prefix caching reuses only chunks after the same prefix."""
         sides = {PREFIX_CACHE: ReuseConfig(method=ReuseMethod(scope="prefix"))}
         for ratio in self.ratios:
             sides[f"reuse@{ratio:g}"] = ReuseConfig(
@@ -299,7 +300,7 @@ def drawn(decoder: Decoder, settings: ServeSettings) -> list[Asked]:
 def _side(
     decoder: Decoder, config: ReuseConfig, settings: ServeSettings, folder: Path
 ) -> Iterator[Engine]:
-    """An engine over an empty store; nobody is turned away, however long the queue."""
+    """An engine over an empty store; no request is turned away, however long the queue."""
     with (
         ChunkCacheStore.open(folder) as store,
         Engine(
@@ -337,7 +338,7 @@ def serve(
     settings: ServeSettings,
     tick_one: Callable[[], object],
 ) -> list[Answered]:
-    """Ask each at its time, in seconds from the start, in a thread of its own; returns when all are answered."""
+    """Ask each at its time, in seconds from the start, in a thread each; returns when all are answered."""
     with ThreadPoolExecutor(len(asked), thread_name_prefix="cachecraft-clients") as clients:
         started, pending = time.perf_counter(), []
         for one, at in zip(asked, times, strict=True):
@@ -424,9 +425,7 @@ def main(
         str | None, typer.Option("--qps", help="Instead of --loads: requests per second.")
     ] = None,
     ratios: Annotated[str, typer.Option("--ratios", help="Recompute ratios.")] = "0,0.15,0.3",
-    nearest_share: Annotated[
-        float, options.option_of("reuse.nearest_share", min=0.0, max=1.0)
-    ] = _DEFAULT.nearest_share,
+    nearest_share: NearestShare = _DEFAULT.nearest_share,
     probe_min_rows: Annotated[
         int, options.option_of("method.probe_min_rows", min=0)
     ] = _DEFAULT.method.probe_min_rows,

@@ -229,7 +229,7 @@ def together(ask: Ask, chosen: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 began = time.perf_counter()
                 load(ask, asked, count)
                 seconds[what] += [time.perf_counter() - began] if place else []
-                time.sleep(chosen.pause)  # captures are stored behind the answers
+                time.sleep(chosen.pause)  # captures are stored after the answers
             print(f"{count} at once: {seconds}", file=sys.stderr)
         medians = {what: quantile(some, 0.5) for what, some in seconds.items()}
         yield {"at_once": count, "seconds": seconds, "ratio": medians["documents"] / medians[PLAIN]}
@@ -264,7 +264,7 @@ def server(url: str | None, options: list[str]) -> Iterator[str]:
             PORT,
             *options,
         ]
-        # GiB; by itself it would take nearly all of a CPU's
+        # GiB; otherwise it would take nearly all of a CPU's
         memory = {"VLLM_CPU_KVCACHE_SPACE": "2"} | os.environ
         with subprocess.Popen(
             [*command, "--", "--enforce-eager"], stdout=sys.stderr, env=memory

@@ -21,6 +21,7 @@ import typer
 from rich.table import Table
 
 from benchmarks import formats
+from benchmarks.shared_options import NEAREST_SHARE, NearestShare
 from benchmarks.traffic import Zipf
 from benchmarks.variant_counts import variant_counts, variants_per_chunk
 from cachecraft_rag.checks import FINITE, MOST, check_number, check_whole
@@ -377,9 +378,7 @@ def main(
     with_kl: Annotated[
         bool, typer.Option("--kl/--no-kl", help="Compare each answer with full prefill's.")
     ] = True,
-    nearest_share: Annotated[
-        float, options.option_of("reuse.nearest_share", min=0.0, max=1.0)
-    ] = ReuseConfig().nearest_share,
+    nearest_share: NearestShare = NEAREST_SHARE,
     threads: options.Threads = None,
     vllm: Annotated[
         bool, typer.Option("--vllm", help="Over vLLM, its prefix cache off; no KL.")

@@ -244,6 +244,14 @@ _TORCHVISION = (
 )
 _CONFIGS = {"Gemma3": "Gemma3Text"}
 _MROPE = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [4, 6, 6]}
+_VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 4,
+}
 _QWEN_VISION = {
     "depth": 2,
     "num_heads": 2,
@@ -272,14 +280,7 @@ MULTIMODAL: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         "Gemma3",
         {**_WINDOWS, "query_pre_attn_scalar": 32},
         {
-            "vision_config": {
-                "hidden_size": 32,
-                "intermediate_size": 64,
-                "num_hidden_layers": 2,
-                "num_attention_heads": 2,
-                "image_size": 16,
-                "patch_size": 4,
-            },
+            "vision_config": _VISION,
             "mm_tokens_per_image": 4,
             "boi_token_index": 260,
             "image_token_index": 261,
@@ -290,15 +291,7 @@ MULTIMODAL: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         "Mistral3",
         {"model_type": "mistral", "sliding_window": None},
         {
-            "vision_config": {
-                "model_type": "pixtral",
-                "hidden_size": 32,
-                "intermediate_size": 64,
-                "num_hidden_layers": 2,
-                "num_attention_heads": 2,
-                "image_size": 16,
-                "patch_size": 4,
-            },
+            "vision_config": {"model_type": "pixtral", **_VISION},
             "image_token_index": 261,
             "spatial_merge_size": 2,
         },

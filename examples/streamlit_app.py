@@ -185,8 +185,8 @@ def conversation(
 ) -> None:
     """Show the new question if there is one, then the earlier turns, the newest first.
 
-    While this page's documents are read, questions wait. A baseline is timed when everything is shown, so nobody waits
-    for it.
+    While this page's documents are read, questions wait. A baseline is timed when everything is shown, so no reader
+    waits for it.
     """
     question = question or suggestion(shared, turns, documents)
     question = (

@@ -25,7 +25,7 @@ class Turn:
 
     arguments    repeat the call
     full_ttft_s  seconds to the first token without reuse; None until it is measured
-    whole        the answer has ended, by itself or where it should
+    whole        the answer has ended, at its end or where it should
     compare      the same prompt is still to be timed without reuse
     """
 
@@ -89,7 +89,7 @@ class Conversations:
         return key
 
     def find(self, key: str, owner: str = "") -> list[Turn] | None:
-        """The turns of a conversation, to be appended to; None if there is none with this key."""
+        """The turns of a conversation, to be appended to; None for an unknown key."""
         with self._lock:
             if (owner, key) in self._turns:
                 self._turns.move_to_end((owner, key))

@@ -38,7 +38,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["COLUMNS"] = "200"  # tables are as wide on every terminal, and without one
 # its threads would warn at every subprocess a test starts
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
-# The settings of whoever runs the tests are not the tests'; `CACHECRAFT_CACHE` keeps the demo model's files.
+# The settings of the user who runs the tests are not the tests'; `CACHECRAFT_CACHE` keeps the demo model's files.
 for name in [
     name for name in os.environ if name.startswith("CACHECRAFT_") and name != "CACHECRAFT_CACHE"
 ]:
@@ -213,7 +213,7 @@ def squad_article() -> Callable[..., dict[str, Any]]:
 def front_is_late(monkeypatch: pytest.MonkeyPatch) -> Callable[[PromptBuilder, Chunk], None]:
     """`front_is_late(prompts, chunk)`: the next prompt begins with this chunk, and Cake's front computes it.
 
-    It and the instruction come from the disk only after that, and all that stands behind them in time.
+    It and the instruction come from the disk only after that, and all that follows them in time.
     """
     from cachecraft_rag.compute import overlapped
     from cachecraft_rag.compute.balance.load_split import Cake, LoadingConstants

@@ -90,7 +90,7 @@ def engine(make_engine: Callable[..., Engine]) -> Engine:
 
 
 class Asking:
-    """A question in a thread of its own."""
+    """A question in a separate thread."""
 
     def __init__(
         self,

@@ -161,7 +161,7 @@ assert [chunk.text for chunk in rag.index.chunks_of("docs/kettle.log")] == ["12:
 """,
     "docs/guides/remotes.md": "assert rag.engine.store.stats().remote is not None",
 }
-# Reads [[page, [[place, code], …]], …] from stdin; each page has a folder and a namespace of its own.
+# Reads [[page, [[place, code], …]], …] from stdin; each page has its own folder and namespace.
 RUN = """
 import json, os, sys
 for page, parts in json.load(sys.stdin):

@@ -80,7 +80,7 @@ class Answered:
 
 
 def drawn(dice: random.Random) -> Asked:
-    """Few orders of few chunks, so that many stand behind the prefix that they were captured behind."""
+    """Few orders of few chunks, so that many follow the prefix that they were captured after."""
     first, count = dice.choice((0, 0, 1, 4)), dice.randint(1, 4)
     chunks = CHUNKS[first : first + count]
     if dice.random() < 0.4:
@@ -112,7 +112,7 @@ def answered(engine: Engine, asked: Asked) -> Answered:
 
 
 def own_answer(decoder: Decoder, ids: Sequence[int]) -> tuple[str, Tensor]:
-    """The greedy answer of the unmodified model and its logits, prefilled anew for each token."""
+    """The greedy answer of the unmodified model and its logits, prefilled again for each token."""
     tokens: list[int] = []
     logits: list[Tensor] = []
     while len(tokens) < TOKENS and not (tokens and tokens[-1] in decoder.end_tokens):
@@ -150,7 +150,7 @@ def world(
 
 @pytest.fixture
 def unsteady_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One read in ten of a layer behind the first is late, and half of these fail."""
+    """One read in ten of a layer after the first is late, and half of these fail."""
     read, dice = StoredVariant.read, random.Random(0)
 
     def unsteady(self: StoredVariant, layer: int, *args: Any, **more: Any) -> Any:

@@ -111,7 +111,7 @@ def greedy(decoder: Decoder, output: PrefillResult, position: int, count: int = 
 
 
 def own_greedy(decoder: Decoder, ids: list[int], count: int = 8) -> list[int]:
-    """The next tokens by the unmodified model, prefilled anew for each."""
+    """The next tokens by the unmodified model, prefilled again for each."""
     tokens: list[int] = []
     while len(tokens) < count:
         tokens.append(int(decoder.own_logits([*ids, *tokens])[0].argmax()))
@@ -134,7 +134,7 @@ def test_g1_recomputing_everything_is_the_models_own_forward(decoder: Decoder) -
     assert greedy(decoder, output, len(ids)) == own_greedy(decoder, ids)
 
 
-def test_g2_reuse_behind_the_same_prefix_is_the_models_own_forward(decoder: Decoder) -> None:
+def test_g2_reuse_after_the_same_prefix_is_the_models_own_forward(decoder: Decoder) -> None:
     ids = token_ids()
     captured = prefill(
         decoder,

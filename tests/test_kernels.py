@@ -197,7 +197,7 @@ def test_attention_is_a_plain_softmax(name: str, path: str, dtype: torch.dtype) 
     assert torch.allclose(found.double(), expected, atol=TOLERANCE[dtype])
 
 
-def test_keys_behind_a_row_do_not_matter_even_if_they_are_no_numbers() -> None:
+def test_keys_after_a_row_do_not_matter_even_if_they_are_no_numbers() -> None:
     q, k, v, positions, how = tensors({"positions": [2, 9]}, torch.float32)
     expected = attention(q, k, v, Visibility(positions), **how)
     k[10:], v[10:] = torch.nan, torch.nan  # not computed yet: whatever the memory held

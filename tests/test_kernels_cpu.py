@@ -168,7 +168,7 @@ def test_attention_and_its_mass_are_a_plain_softmax(
 
 
 @needs_build
-def test_uninitialised_keys_behind_the_last_row_are_not_read(instructions: str) -> None:
+def test_uninitialised_keys_after_the_last_row_are_not_read(instructions: str) -> None:
     q, k, v, visible, how = made({"positions": [3, 70], "keys": 200}, torch.bfloat16)
     right = attention(q, k[:71], v[:71], visible, paths=COMPILED, **how)
     k[71:], v[71:] = torch.nan, torch.nan

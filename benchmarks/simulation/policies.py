@@ -11,7 +11,7 @@ from cachecraft_rag.store.eviction import POLICIES, Policy, VariantFacts
 
 
 class Rival:
-    """A policy with a memory of its own; this one never prefers anything. Calls come in the order of the trace."""
+    """A policy that remembers; this one never prefers anything. Calls come in the order of the trace."""
 
     name = "rival"
 

@@ -61,7 +61,7 @@ class Outcome:
     """Counts of a replay; tokens are those of chunks, without instructions and questions.
 
     computed, recomputed   tokens of chunks computed afresh; tokens fixed in chunks that were reused
-    exact, reused          tokens behind their origin prefix; tokens that were moved, those that were fixed included
+    exact, reused          tokens after their origin prefix; tokens that were moved, those that were fixed included
     saved                  share of all tokens that was neither computed nor fixed
     outcomes               chunks asked for, by plan: "exact", "reused", or the reason why computed
     loads                  chunk-caches used, by tier
@@ -178,7 +178,7 @@ class _Replay:
         return SimpleNamespace(nbytes=nbytes)
 
     def _capture(self, before: tuple[int, ...], chunk: int, exact_share: float) -> Variant:
-        """A new capture of a chunk behind others."""
+        """A new capture of a chunk after others."""
         self._captured += 1
         tokens = self._trace.tokens[chunk]
         segment = self._segment(chunk)

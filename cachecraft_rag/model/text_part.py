@@ -1,4 +1,4 @@
-"""The text part of a multimodal checkpoint as a causal LM, for checkpoints whose text part is a family of its own."""
+"""The text part of a multimodal checkpoint as a causal LM, if that is a family in itself."""
 
 from __future__ import annotations
 

@@ -4,101 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator
-from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from cachecraft_rag.compute.driver import Until
 from cachecraft_rag.compute.overlapped import Wait
 from cachecraft_rag.errors import BusyError, WaitTimeoutError
-from cachecraft_rag.planning.config import ReuseConfig, Scope
-from cachecraft_rag.planning.planner import Plan
 from cachecraft_rag.serving.loop.task import LoopTask
-from cachecraft_rag.types.prompts import Prompt
-
-
-@dataclass(frozen=True, slots=True)
-class FutureVariant:
-    """A chunk-cache that will be captured: its chunk, its origin prefix, and its session (None: shared)."""
-
-    segment_id: str
-    origin_prefix: tuple[str, ...]
-    session: str | None
-
-    def serves(self, wanted: FutureVariant, scope: Scope) -> bool:
-        """Return True if it may be used in place of `wanted`.
-
-        It must be of the same chunk, be shared or of the same session, and have an origin prefix that `scope` allows:
-        any for "anywhere", one of the same segments in any order for "set", the same for "prefix".
-
-        >>> shared = FutureVariant("c", ("system", "a"), None)
-        >>> private = FutureVariant("c", ("system", "b"), "ann")
-        >>> shared.serves(private, "anywhere"), shared.serves(private, "prefix"), private.serves(shared, "anywhere")
-        (True, False, False)
-        """
-        if self.segment_id != wanted.segment_id or self.session not in (None, wanted.session):
-            return False
-        if scope == "prefix":
-            return self.origin_prefix == wanted.origin_prefix
-        return scope == "anywhere" or set(self.origin_prefix) == set(wanted.origin_prefix)
-
-
-@dataclass(eq=False)
-class FutureCaptures:
-    """The captures that one request will make.
-
-    variants   the chunk-caches
-    computed   whether they are computed
-    submit     hands them to write-back
-    namespace  their tenant
-    """
-
-    variants: list[FutureVariant] = field(default_factory=list)
-    computed: bool = False
-    submit: Callable[[], object] | None = None
-    namespace: str = ""
-
-    def expect(
-        self, prompt: Prompt, plan: Plan, *, session: str | None, namespace: str = ""
-    ) -> None:
-        """Add to `variants` the segments that a plan computes and that will be stored.
-
-        Leaves out the last segment, questions, and passages found in unmarked text. A private segment and all segments
-        after it belong to the session; without a session they are left out too.
-        """
-        self.namespace = namespace
-        ids = tuple(segment.segment_id for segment in prompt.segments)
-        is_private = False
-        for index, (segment, planned) in enumerate(zip(prompt.segments[:-1], plan, strict=False)):
-            is_private = is_private or segment.private
-            is_captured = (
-                planned.variant is None and segment.kind != "question" and not segment.found
-            )
-            is_stored = session is not None or not is_private
-            if is_captured and is_stored:
-                owner = session if is_private else None
-                self.variants.append(FutureVariant(ids[index], ids[:index], owner))
-
-    def serve(
-        self, prompt: Prompt, config: ReuseConfig, *, session: str | None, namespace: str = ""
-    ) -> bool:
-        """Return True if a prompt of this tenant can use at least one of `variants`, see `FutureVariant.serves`."""
-        if namespace != self.namespace:
-            return False
-        ids = tuple(segment.segment_id for segment in prompt.segments[:-1])
-        wanted = [FutureVariant(name, ids[:index], session) for index, name in enumerate(ids)]
-        return any(
-            variant.serves(want, config.method.scope)
-            for variant in self.variants
-            for want in wanted
-        )
-
-    def hand_over(self) -> None:
-        """Submit them to write-back once; does nothing before the prefill has ended."""
-        submit = self.submit
-        self.submit = None
-        if submit is not None:
-            submit()
 
 
 class AdmissionQueue:

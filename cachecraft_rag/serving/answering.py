@@ -24,10 +24,18 @@ from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.planning.candidates import Candidate
 from cachecraft_rag.planning.planner import Plan, exact_shares
 from cachecraft_rag.prompt.unmarked import candidates_of, largest
-from cachecraft_rag.serving.admission import AdmissionQueue, FutureCaptures
+from cachecraft_rag.serving.admission import AdmissionQueue
 from cachecraft_rag.serving.answer_text import AnswerText
 from cachecraft_rag.serving.audits.auditor import Auditor
 from cachecraft_rag.serving.audits.predictions import Predictions
+from cachecraft_rag.serving.chunks_in_progress import (
+    ChunksInProgress,
+    FutureCaptures,
+    FutureVariant,
+    Owner,
+    WantedChunks,
+    future_variants,
+)
 from cachecraft_rag.serving.loop.step_loop import StepLoop
 from cachecraft_rag.serving.loop.task import LoopTask, Priority
 from cachecraft_rag.serving.new_variants import LookUp, VariantMaker
@@ -70,13 +78,16 @@ class Answering:
     stand_in: Segment
     auditor: Auditor
     noting: int = 0
-    # of the requests under way, in the order of planning
-    _captures: list[FutureCaptures] = field(default_factory=list)
+    _in_progress: ChunksInProgress = field(init=False)
     _changes: int = 0  # number of changes to the store that this engine knows of
+
+    def __post_init__(self) -> None:
+        self._in_progress = ChunksInProgress(self._captured)
 
     def stored_changed(self) -> None:
         """Note that captures were stored or dropped: waiting requests with reuse plan again at their turn."""
         self._changes += 1
+        self._in_progress.forget_captured()
 
     # -- up to the first token ----------------------------------------------------------------------------------------
 
@@ -120,7 +131,7 @@ class Answering:
             admission.begin(task)
             progress.queued_s = time.perf_counter() - began
             if request.config.reuse:
-                yield from self._captures_of_others(request)
+                yield from self._chunks_of_others(request)
             is_out_of_date = request.config.reuse and changes != self._changes
             if loading is None or is_out_of_date:
                 loading = yield self.loop.aside(self._plan, request, progress, loading)
@@ -130,16 +141,13 @@ class Answering:
             progress.planned_s = request.clock()
 
             if request.config.capture:
-                captures.expect(
-                    request.prompt,
-                    progress.plan,
-                    session=request.session,
-                    namespace=request.namespace,
-                )
-                self._captures.append(captures)
+                captures.owner = _owner(request)
+                captures.variants = future_variants(request.prompt, progress.plan, request.session)
+                self._in_progress.announce(captures)
             return (yield from self._compute(task, request, progress, loading, captures))
         except BaseException:  # an answer that is closed too: its captures will not be made
-            self._forget(captures)
+            if self._in_progress.withdraw(captures):
+                self.stored_changed()
             raise
         finally:
             admission.leave(task)
@@ -164,39 +172,23 @@ class Answering:
 
     def _joins(self, rows: Sequence[int] | NDArray[np.int64], request: Request) -> bool:
         """Return whether a request may prefill beside the running ones, and waits for none of their captures."""
-        return self.loop.would_join(rows) and not self._captures_for(request)
+        if not self.loop.would_join(rows):
+            return False
+        wanted = _wanted(request)
+        return not (self._in_progress.computing(wanted) or self._in_progress.held_back(wanted))
 
-    def _captures_for(self, request: Request) -> list[FutureCaptures]:
-        """Return the captures of other requests that this one can use."""
-        if not request.config.reuse:
-            return []
-        return [
-            captures
-            for captures in self._captures
-            if captures.serve(
-                request.prompt,
-                request.config,
-                session=request.session,
-                namespace=request.namespace,
-            )
-        ]
-
-    def _captures_of_others(self, request: Request) -> Generator[Until, bool, None]:
-        """Wait for chunks that other requests compute, instead of computing them a second time.
-
-        A failed prefill makes no captures; it is not waited for any longer.
-        """
-
-        def computed() -> bool:
-            return all(captures.computed for captures in self._captures_for(request))
-
-        yield Until(computed)
-        for captures in self._captures_for(request):
+    def _chunks_of_others(self, request: Request) -> Generator[Until, bool, None]:
+        """Wait for chunks that other requests compute, instead of computing them a second time."""
+        wanted = _wanted(request)
+        yield Until(lambda: not self._in_progress.computing(wanted))
+        for captures in self._in_progress.held_back(wanted):
             captures.hand_over()
-            self._forget(captures)
-        ids = [segment.segment_id for segment in request.prompt.segments[:-1]]
-        tenant = request.namespace or self.namespace
-        yield Until(lambda: not self.write_back.pending(ids, namespace=tenant))
+        yield Until(lambda: not self._in_progress.capturing(wanted))
+
+    def _captured(self, owner: Owner) -> frozenset[str]:
+        """Return the ids of a tenant's segments that are being captured."""
+        tenant, _ = owner
+        return self.write_back.pending(namespace=tenant or self.namespace)
 
     def _plan(
         self, request: Request, progress: RequestProgress, early: LoadingJob | None
@@ -410,7 +402,6 @@ class Answering:
                         variant.variant_id, planned.recomputed_share, tokens=variant.tokens
                     )
             captures.hand_over()
-            self._forget(captures)
 
             candidate = None
             is_unmarked = any(segment.found for segment in request.prompt.segments)
@@ -455,10 +446,17 @@ class Answering:
         self.noting += 1
         self.loop.start(LoopTask(lambda _: noted(), ended, Priority.JOB))
 
-    def _forget(self, captures: FutureCaptures) -> None:
-        if captures in self._captures:
-            self._captures.remove(captures)
-            self.stored_changed()
+
+def _owner(request: Request) -> Owner:
+    return request.namespace, None
+
+
+def _wanted(request: Request) -> WantedChunks:
+    """Return the chunk-caches that a request would use: none without reuse."""
+    segments = request.prompt.segments[:-1] if request.config.reuse else ()
+    ids = tuple(segment.segment_id for segment in segments)
+    variants = [FutureVariant(name, ids[:index], request.session) for index, name in enumerate(ids)]
+    return WantedChunks(_owner(request), variants, request.config.method.scope)
 
 
 def _chosen(plan: Plan) -> list[str | None]:

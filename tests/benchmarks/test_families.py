@@ -117,24 +117,26 @@ def test_the_command_writes_json_csv_and_the_page(
     assert "old" not in text
 
 
-def test_the_page_is_made_from_its_csv(tmp_path: Path) -> None:
-    results = read_csv(DOCS / "models.csv")
-    copy = tmp_path / "models.md"
+def families_on_the_page(
+    folder: Path, results: list[FamilyResult], rewrite: Callable[[Path, list[FamilyResult]], object]
+) -> set[str]:
+    """Return the accepted families, once it is sure that the page lists these results."""
+    copy = folder / "models.md"
     copy.write_text((DOCS / "models.md").read_text())
-    rewrite_page(copy, results)
+    rewrite(copy, results)
     assert copy.read_text() == (DOCS / "models.md").read_text()
-    accepted = {result.family for result in results if result.outcome == "accepted"}
+    return {result.family for result in results if result.outcome == "accepted"}
+
+
+def test_the_page_is_made_from_its_csv(tmp_path: Path) -> None:
+    accepted = families_on_the_page(tmp_path, read_csv(DOCS / "models.csv"), rewrite_page)
     assert accepted >= set(SERVED)
 
 
 def test_the_lists_over_vllm_are_made_from_their_csv(tmp_path: Path) -> None:
     """tests/vllm/test_families.py serves each of these."""
     results = read_csv(DOCS / "models_vllm.csv")
-    copy = tmp_path / "models.md"
-    copy.write_text((DOCS / "models.md").read_text())
-    vllm_families.rewrite_page(copy, results)
-    assert copy.read_text() == (DOCS / "models.md").read_text()
-    accepted = {result.family for result in results if result.outcome == "accepted"}
+    accepted = families_on_the_page(tmp_path, results, vllm_families.rewrite_page)
     assert accepted == vllm_families.FAMILIES.keys() | vllm_families.MULTIMODAL.keys()
     served = {vllm_families.architecture_of(family) for family in accepted}
     assert served == ARCHITECTURES.keys()

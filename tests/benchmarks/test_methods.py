@@ -134,7 +134,7 @@ def test_alpha_decides_where_no_ratio_does(by: Ask, chunks: list[Chunk]) -> None
     assert "computed" in outcomes(by(chunks, "alpha_3"))  # CFO is 1
 
 
-def test_without_positions_keys_are_as_they_would_be_behind_the_instruction(
+def test_without_positions_keys_are_as_they_would_be_after_the_instruction(
     engine: Engine, chunks: list[Chunk], methods: dict[str, Method], by: Ask
 ) -> None:
     prompt = engine.prompts.build("What?", chunks, reserve=1)
@@ -201,7 +201,7 @@ def test_values_of_the_second_layer_are_those_of_a_whole_prefill(
     (variant,) = engine.store.find(
         engine.namespace, engine.decoder.fingerprint, [chunks[1].chunk_id]
     ).variants.popitem()[1]
-    stored = engine.store.load(variant).kv[1, 1]  # captured first, right behind the instruction
+    stored = engine.store.load(variant).kv[1, 1]  # captured first, right after the instruction
     torch.testing.assert_close(
         values[prompt.bounds[1] : prompt.bounds[2]], stored, atol=1e-5, rtol=1e-4
     )

@@ -120,7 +120,7 @@ def test_variants_early_termination_and_tail_loading_act_in_one_request(
     # variant selection: of the third chunk's two, the one whose old prefix stands before it again
     assert SECOND.chunk_id in variants[third["variant_id"]].key.origin_prefix
     assert third["cfo"] < last["cfo"]
-    # tail loading: the front was computed, what stands behind it came from the disk
+    # tail loading: the front was computed, what follows it came from the disk
     assert (first["computed"], first["reason_code"]) == (first["tokens"], Reason.COMPUTED_FASTER)
     assert [(one["tier"], one["computed"]) for one in (second, third, last)] == [("disk", 0)] * 3
     # early termination: settled in the first layer, so fewer rows than were chosen went through the others

@@ -64,7 +64,7 @@ def test_openvinos_graph_gives_the_models_own_logits(
         .compile_model(peers._Graph(decoder).model(), "CPU", properties)
         .create_infer_request()
     )
-    for first, last in ((0, 39), (39, 40)):  # a prompt, and a token behind it
+    for first, last in ((0, 39), (39, 40)):  # a prompt, and a token after it
         found = request.infer(
             {
                 "input_ids": np.array([ids[first:last]]),

@@ -27,7 +27,7 @@ def test_each_form_reuses_its_passages_from_the_third_time_on(passages: int) -> 
 
 
 def test_short_paragraphs_are_reused_too() -> None:
-    """Each form with pages of its own, some of which have paragraphs of fifty tokens between longer ones."""
+    """Each form with its own pages, some of which have paragraphs of fifty tokens between longer ones."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(str(demo_model_folder()))

@@ -101,7 +101,7 @@ def test_every_outcome_adds_up_and_no_budget_is_exceeded(policy: str) -> None:
 def test_a_replay_evicts_what_the_catalog_did(policy: str, counts: tuple[int, ...]) -> None:
     """Counts of replays that ran on the SQLite catalog itself: only a change of the rules changes them.
 
-    Newer: all, since a variant captured alone is the last choice behind other chunks.
+    Newer: all, since a variant captured alone is the last choice after other chunks.
     """
     trace = draw_trace(Traffic(requests=1500, questions=120, drift=0.1, seed=5))
     budget = int(0.2 * sum(trace.tokens) * PER_TOKEN)

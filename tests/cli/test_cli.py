@@ -33,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("as_loud_as_before")
 
 
 def process(*arguments: str | Path, cwd: Path, columns: int | None = 200) -> str:
-    """Stdout of the command in a process of its own, which must succeed."""
+    """Stdout of the command in a separate process, which must succeed."""
     environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"} | {
         "TERM": "dumb"
     }
@@ -124,7 +124,7 @@ def test_ctrl_c_stops_an_answer_and_then_the_conversation(home: Path, demo_model
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        # Whoever runs the tests in the background may have SIGINT ignored, and a child inherits that.
+        # Tests that run in the background may have SIGINT ignored, and a child inherits that.
         preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     )
     watchdog = threading.Timer(240, chat.kill)  # a test that waits for ever says nothing
@@ -405,9 +405,7 @@ def test_an_unchanged_folder_is_left_alone(home: Path, cachecraft: Command) -> N
     assert (report["chunks_embedded"], len(report["unchanged"]), report["captured"]) == (0, 2, None)
 
 
-def test_a_folder_that_is_not_there_leaves_nothing_behind(
-    tmp_path: Path, cachecraft: Command
-) -> None:
+def test_indexing_a_folder_that_is_not_there_leaves_no_files(tmp_path: Path, cachecraft: Command) -> None:
     cachecraft("index", "nowhere", "--embeddings", "no/such-model", cwd=tmp_path, code=2)
     assert not list(tmp_path.iterdir())
 

@@ -416,7 +416,7 @@ def test_an_address_with_more_than_host_and_port_is_refused(text: str) -> None:
 
 @contextmanager
 def running(*arguments: str | Path, cwd: Path) -> Iterator[subprocess.Popen[str]]:
-    """The command as a process with pipes; it must have ended by itself when the block ends."""
+    """The command as a process with pipes; it must have ended when the block ends."""
     process = subprocess.Popen(
         [COMMAND, *map(str, arguments)],
         cwd=cwd,

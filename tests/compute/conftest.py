@@ -19,7 +19,7 @@ def losing() -> Callable[..., PendingLoads]:
     """Makes loads that have everything, until some positions fail just before one layer.
 
     `losing(loads, late, before=2, spoilt=7.0)`: `loads` tells once, before layer 2, that the positions `late` did not
-    come, and overwrites what was placed there in that layer and those behind it.
+    come, and overwrites what was placed there in that layer and later ones.
     """
     from cachecraft_rag.store.loading.pending import KVSink, PendingLoads
 

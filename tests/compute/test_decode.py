@@ -54,7 +54,7 @@ FAMILIES: list[tuple[str, dict[str, Any]]] = [
 def test_steps_of_several_answers_are_each_the_models_own_forward(
     tiny_decoder: Callable[..., Decoder], family: str, settings: dict[str, Any]
 ) -> None:
-    """Greedy answers behind prompts of different lengths, some beyond the window."""
+    """Greedy answers after prompts of different lengths, some beyond the window."""
     decoder, lengths = tiny_decoder(family, **settings), [12, 75, 31, 60]
     answers = [IDS[:length] for length in lengths]
     outputs = [

@@ -706,7 +706,7 @@ def test_g4_on_a_disk_that_stops_answering(
 
 @KEPT_OR_NOT
 @pytest.mark.parametrize("loading", LOADINGS)
-def test_whatever_a_read_raises_nobody_waits_for_it(
+def test_a_read_that_raises_anything_is_not_waited_for(
     decoder: Decoder, disk: Disk, assert_exact: Exact, loading: Loading
 ) -> None:
     loads = disk.loads(readers=0)
@@ -752,7 +752,7 @@ def test_a_capture_of_which_only_some_layers_were_computed_is_none(
         (False, False, 0, True),
         (True, False, 0, False),
         (False, True, 0, False),
-        (True, False, 170, True),  # what the question may shape stands behind it
+        (True, False, 170, True),  # what the question may shape follows it
     ],
 )
 def test_what_the_question_has_shaped_is_not_captured_for_everybody(
@@ -764,7 +764,7 @@ def test_what_the_question_has_shaped_is_not_captured_for_everybody(
     shared_until: int,
     kept: bool,
 ) -> None:
-    """A chunk that had to be computed after all, behind one whose recomputed tokens go by the question."""
+    """A chunk that had to be computed after all, after one whose recomputed tokens go by the question."""
     reused = (1, 2, 3) if probed else (1,)
     result = prefilled(
         decoder,
@@ -970,7 +970,7 @@ def test_readers_take_extents_from_the_back_and_the_front_takes_tokens_from_the_
 
 
 def reads_of(loads: PendingLoads, count: int) -> list[tuple[int, int, int]]:
-    """The next reads: layer, first token, token behind the last."""
+    """The next reads: layer, first token, token after the last."""
     jobs = [job for _ in range(count) if (job := loads._next())]
     return [(job.layer, job.extents[0].first, job.extents[-1].last) for job in jobs]
 

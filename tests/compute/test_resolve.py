@@ -170,7 +170,7 @@ def test_with_an_empty_store_everything_is_computed_and_captured(shelf: Shelf) -
 def test_what_is_in_memory_is_resident_and_the_rest_is_to_be_loaded(shelf: Shelf) -> None:
     system, a = shelf.put("system", ()), shelf.put("a", SYSTEM)
     shelf.reopen()
-    b = shelf.put("b", SYSTEM)  # moved behind a
+    b = shelf.put("b", SYSTEM)  # moved after a
     with closing(shelf.resolve()) as resolved:
         assert outcomes(resolved.plan) == ["exact", "exact", "reused", "computed", "computed"]
         assert [(stored.variant.variant_id, start) for stored, start in resolved.to_load] == [
@@ -293,7 +293,7 @@ def test_when_all_variants_are_lost_the_plan_says_why(shelf: Shelf, harm: str) -
         assert planned.detail
         assert harm == "missing" or "header damaged" in planned.detail
         assert set(range(8, 108)) <= set(marks(resolved.rows, RowReason.NEW))
-        # exact behind what is computed
+        # exact after what is computed
         assert [stored.variant for stored, _ in resolved.to_load] == [variants[2]]
     shelf.store.flush()
     assert not shelf.found().variants["a"]  # what proved lost has left the catalog
@@ -528,16 +528,16 @@ def test_before_a_chunk_that_is_captured_for_everybody_nothing_changes_what_is_r
     [
         ([], [], True, 218),  # all of them will be served to others
         ([], ["question"], True, 218),
-        (["c"], [], True, 198),  # behind the last one that is computed, nothing is
+        (["c"], [], True, 198),  # after the last one that is computed, nothing is
         (["system", "a", "b", "c"], [], True, 0),
         (["a", "c"], [], True, 198),
-        ([], ["b"], True, 108),  # what is private, and all behind it, stays with its session
+        ([], ["b"], True, 108),  # what is private, and all after it, stays with its session
         ([], ["system"], True, 0),
         (["system", "a"], ["b"], True, 0),
         ([], [], False, 0),
     ],
 )
-def test_shared_until_is_behind_the_last_chunk_that_is_captured_for_everybody(
+def test_shared_until_is_after_the_last_chunk_that_is_captured_for_everybody(
     shelf: Shelf, stored: Sequence[str], private: Sequence[str], capture: bool, edge: int
 ) -> None:
     for name in stored:
@@ -553,7 +553,7 @@ def test_early_termination_is_for_what_is_recomputed(shelf: Shelf) -> None:
     config = CONFIG.with_method(early_termination="published", early_termination_window=2)
     shelf.put("a", SYSTEM)
     assert shelf.resolve(config=config).early_termination is None
-    shelf.put("b", SYSTEM)  # moved behind a
+    shelf.put("b", SYSTEM)  # moved after a
     found = shelf.resolve(config=config)
     first, last = found.rows.bounds[-2:]
     assert found.early_termination == EarlyTermination(2, range(first, last))

@@ -389,7 +389,7 @@ def test_a_restart_reuses_from_disk(tmp_path: Path, decoder: Decoder) -> None:
 
 
 @pytest.mark.parametrize("codec", ["int8", "entropy"])
-def test_what_was_computed_behind_a_lossy_chunk_cache_is_not_called_exact(
+def test_what_was_computed_after_a_lossy_chunk_cache_is_not_called_exact(
     codec: str, decoder: Decoder, tmp_path: Path
 ) -> None:
     """A store of a lossy codec, opened for lossless captures later on."""
@@ -430,12 +430,12 @@ def test_no_other_namespace_model_or_system_is_served(
     )
 
 
-def test_what_is_born_behind_private_text_is_kept_to_its_session(
+def test_what_is_captured_after_private_text_is_kept_to_its_session(
     make_engine: MakeEngine, store: ChunkCacheStore
 ) -> None:
     private = {"system": "The user is Ada.", "private_system": True}
     ask(make_engine(**private))
-    assert store.stats().variants == 0  # without a session nobody could ever be served it
+    assert store.stats().variants == 0  # without a session no request could ever use it
     ask(make_engine(**private), session="ada")
     assert {row.variant.session for row in store.rows()} == {"ada"}
     assert outcomes(ask(make_engine(**private), session="ada")) == all_of("exact")
@@ -536,7 +536,7 @@ def test_no_question_shapes_what_others_are_served_from_a_disk(
     assert torch.allclose(one, other, rtol=0.0, atol=1e-6 * float(one.abs().max()))
 
 
-def test_a_question_still_chooses_behind_the_last_chunk_that_is_captured(
+def test_a_question_still_chooses_after_the_last_chunk_that_is_captured(
     decoder: Decoder, tmp_path: Path
 ) -> None:
     """And among all, where nothing is captured or what is captured is its session's own."""
@@ -562,7 +562,7 @@ def test_a_question_still_chooses_behind_the_last_chunk_that_is_captured(
 
 
 @pytest.mark.parametrize("rule", get_args(EarlyTerminationRule))
-def test_what_is_computed_because_its_file_is_damaged_is_not_captured_behind_a_questions_choice(
+def test_what_is_computed_because_its_file_is_damaged_is_not_captured_after_a_questions_choice(
     rule: EarlyTerminationRule, decoder: Decoder, tmp_path: Path
 ) -> None:
     config = ReuseConfig(
@@ -937,7 +937,7 @@ def test_an_examination_of_its_own_answer_says_what_streaming_says(engine: Engin
 def test_the_answer_does_not_depend_on_the_one_it_is_compared_with(
     engine: Engine, same: int
 ) -> None:
-    """Up to the first difference the other answer's tokens are taken over; what comes then is decoded anew."""
+    """Up to the first difference the other answer's tokens are taken over; the rest is decoded again."""
     own = engine.score_answer(
         QUESTION, CHUNKS, max_new_tokens=12, config=replace(CONFIG, reuse=False)
     )

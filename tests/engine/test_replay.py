@@ -77,7 +77,7 @@ def greedy(decoder: Decoder, logits: torch.Tensor, buffer: Any, position: int) -
 
 
 class Watched(Answering):
-    """Carries out the plan of every fiftieth answer once more, from the files and in a buffer of its own."""
+    """Carries out the plan of every fiftieth answer once more, from the files and in a separate buffer."""
 
     answers = compared = 0
 

@@ -194,7 +194,7 @@ def test_origins_decide_how_much_is_recomputed(
     )
     # captured once, and nothing else while measuring
     assert evaluation_engine.store.stats().variants == variants
-    # Some chunks come back behind what they were captured behind, unlike those captured behind strangers.
+    # Some chunks come back after the chunks they were captured after, others after strangers.
     assert found.calibration.recomputed < 0.7 * strangers.recomputed
 
 
@@ -285,7 +285,7 @@ def test_a_stopped_calibration_resumes_and_finds_the_same(
 
     with pytest.raises(KeyboardInterrupt):
         calibrate(evaluation_engine, town_dataset, settings, folder=tmp_path, progress=stop)
-    # nothing is reported behind the interruption, as if all were done
+    # nothing is reported after the interruption, as if all were done
     assert stopped[-1].done == measured - 2
     steps: list[Progress] = []
     assert (

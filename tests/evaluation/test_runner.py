@@ -190,7 +190,7 @@ def test_scratch_folders_go_with_what_killed_processes_left(tmp_path: Path) -> N
     (dead / "file").write_text("x", encoding="utf-8")
     with scratch_folder(tmp_path / "out") as first, scratch_folder(tmp_path / "out") as second:
         assert not dead.exists()
-        assert first.exists()  # whoever lives keeps theirs
+        assert first.exists()  # a running one keeps its folder
         assert first != second
     assert list((tmp_path / "out").iterdir()) == []
 

@@ -38,7 +38,7 @@ sys.addaudithook(hook)
 
 
 def run_example(name: str, folder: Path, *, prepare: str = "") -> str:
-    """Output of an example that runs in `folder`, behind the statements `prepare`."""
+    """Output of an example that runs in `folder`, after the statements `prepare`."""
     command = [sys.executable, "-c", prepare + RUN, EXAMPLES / name]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
@@ -145,5 +145,5 @@ def test_the_compose_file_starts_replicas_as_the_command_allows() -> None:
         assert (given["model"], given["session_header"]) == ("Qwen/Qwen3-8B", "X-Session")
         assert f"{name}:{given['port']}" in services["router"]["environment"]["REPLICAS"].split()
         assert (folder / one["build"]["context"] / "Dockerfile").is_file()
-    assert len({one["volumes"][1] for one in replicas.values()}) == 2  # a store of its own for each
+    assert len({one["volumes"][1] for one in replicas.values()}) == 2  # each has its own store
     assert "X-Session" in (folder / "Caddyfile").read_text()

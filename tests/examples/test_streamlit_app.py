@@ -390,7 +390,7 @@ def store_folder(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.fixture
 def visit(store_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Open:
-    """Opens the page anew, as another visitor would."""
+    """Opens the page again, as another visitor would."""
     from streamlit.testing.v1 import AppTest
 
     monkeypatch.setenv("CACHECRAFT_STORE", str(store_folder))
@@ -811,7 +811,7 @@ def test_documents_are_fixed_where_the_server_says_so(
     assert app.multiselect(key="picked").options
 
 
-def test_with_a_log_in_configured_nobody_gets_further_without_it(
+def test_with_a_log_in_configured_no_visitor_gets_further_without_it(
     store_folder: Path, visit: Open
 ) -> None:
     from streamlit.testing.v1 import AppTest
@@ -1045,7 +1045,7 @@ def test_the_main_story_in_a_browser(chrome: Chrome, page: str, tmp_path: Path) 
 
     def tip() -> Any:
         part = all_of(".cc-part")[1]
-        # again, where Streamlit has drawn it anew since
+        # again, where Streamlit has drawn it again since
         chrome.execute_script("arguments[0].focus()", part)
         return part.find_element(By.CSS_SELECTOR, ".cc-tip").text
 

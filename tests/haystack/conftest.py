@@ -1,4 +1,4 @@
-"""Haystack sends no statistics from tests, and writes no file into the home of whoever runs them."""
+"""Haystack sends no statistics from tests, and writes no file into the home of the user who runs them."""
 
 import os
 

@@ -1,6 +1,6 @@
 """Compiles every kernel for a GPU that need not be there, and prints which instructions and how much memory it takes.
 
-Launched by `tests/test_kernels_gpu.py` in a process of its own, without the interpreter: what the interpreter forgives,
+Launched by `tests/test_kernels_gpu.py` in a separate process, without the interpreter: what the interpreter forgives,
 the compiler does not. One line of JSON for each compiled kernel.
 
     python tests/kernels_gpu/compile_all.py TARGET [DTYPE ...]

@@ -1,6 +1,6 @@
 """Prints which kernels the warm-up compiles, and which ones later requests of many kinds compile.
 
-Launched by `tests/test_kernels_gpu.py` in a process of its own, without the interpreter. Nothing is launched: results
+Launched by `tests/test_kernels_gpu.py` in a separate process, without the interpreter. Nothing is launched: results
 hold arbitrary values, and only the compilations are looked at.
 """
 

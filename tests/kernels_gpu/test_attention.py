@@ -234,7 +234,7 @@ def test_combine_is_its_reference() -> None:
         noise(4, 3, 2, seed=1),
         noise(4, 3, 2, 5, seed=2).abs(),
     )
-    lses[1:, 0], lses[:, 1, 0] = -torch.inf, -torch.inf  # one part has it all; nobody has anything
+    lses[1:, 0], lses[:, 1, 0] = -torch.inf, -torch.inf  # one part has it all; none has anything
     found = combine(parts, lses, masses, dtype=torch.float32)
     expected = reference.combine(
         parts.double(), lses.double(), masses.double(), dtype=torch.float64

@@ -502,7 +502,7 @@ def test_a_conversation_shapes_nothing_that_others_are_served(
         assert asking(shared)(SECRET, "alice")["tokens_reused"] > 0
 
 
-def test_captures_behind_private_text_are_kept_to_their_session(
+def test_captures_after_private_text_are_kept_to_their_session(
     asking: Callable[[Engine], Ask], decoder: Decoder, store: ChunkCacheStore
 ) -> None:
     with Engine(

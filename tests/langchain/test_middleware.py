@@ -40,7 +40,7 @@ def chat(tiny_decoder: Callable[..., Decoder], store: ChunkCacheStore) -> Iterat
 
 
 def searched(question: str = "How often?") -> list[Any]:
-    """A conversation in which the agent has just searched; a tiny model would call no tool by itself."""
+    """A conversation in which the agent has just searched; a tiny model would not call a tool."""
     call = {"type": "tool_call", "id": "1", "name": "search", "args": {"query": question}}
     return [HumanMessage(question), AIMessage("", tool_calls=[call]), search.invoke(call)]
 

@@ -103,7 +103,7 @@ def test_a_call_that_is_asked_for_comes(chat: ChatCacheCraft, way: str) -> None:
     assert answer.response_metadata["cachecraft"]["tokens_prompt"] > 0
 
 
-def test_the_loop_of_an_agent_goes_on_behind_results(chat: ChatCacheCraft) -> None:
+def test_the_loop_of_an_agent_goes_on_after_results(chat: ChatCacheCraft) -> None:
     model = chat.bind_tools([litres, weeks], tool_choice="any")
     asked = HumanMessage("When is it descaled?")
     first = model.invoke([asked], documents=DOCUMENTS)
@@ -115,7 +115,7 @@ def test_the_loop_of_an_agent_goes_on_behind_results(chat: ChatCacheCraft) -> No
     stats = second.response_metadata["cachecraft"]
     assert stats["tokens_generated"] == 5
     assert {chunk["outcome"] for chunk in stats["chunks"]} == {"exact"}, (
-        "behind the same tools chunks are reused"
+        "after the same tools chunks are reused"
     )
 
 

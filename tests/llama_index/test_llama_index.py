@@ -522,7 +522,7 @@ def test_a_question_that_is_given_up_does_not_keep_the_engine(
 
     asyncio.run(give_up())
     assert engine.settle(60)
-    assert len(passes) < 1000  # nobody computes for nobody
+    assert len(passes) < 1000  # nothing is computed that no reader takes
     assert len(str(query_engine_of(index, engine).query(QUESTION))) > 3
 
 
@@ -864,7 +864,7 @@ def test_a_chat_engine_of_llama_indexs_keeps_what_was_said_to_itself(
     assert engine.store.stats().chunks == before == 4
 
 
-# --- the facade's index behind it ---
+# --- the facade's index ---
 
 
 def test_what_the_facade_indexed_answers_through_llama_index(

@@ -73,7 +73,7 @@ EXACT: list[tuple[str, dict[str, Any]]] = [
     ("Olmo2", {}),
     ("Starcoder2", {"sliding_window": 24}),
     (
-        "Ministral3",  # stretches queries behind its original length, by position
+        "Ministral3",  # stretches queries after its original length, by position
         {
             "head_dim": 16,
             "rope_parameters": {

@@ -131,7 +131,7 @@ print(is_complete(Path(sys.argv[2])))
 
 
 def start_conversion(gguf: Path, target: Path, *how: str) -> subprocess.Popen[str]:
-    """A process that has its imports behind it and waits for a line before it converts."""
+    """A process that has imported everything and waits for a line before it converts."""
     process = subprocess.Popen(
         [sys.executable, "-c", CONVERT, str(gguf), str(target), *how],
         stdin=subprocess.PIPE,

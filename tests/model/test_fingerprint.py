@@ -76,7 +76,7 @@ def of(folder: Path, dtype: str = "float32") -> str:
 
 
 def test_the_version_is_frozen() -> None:
-    """Whoever changes one of these changes every identity: raise both, and say so in the changelog."""
+    """A change of one of these changes every identity: raise both, and say so in the changelog."""
     assert (IDENTITY_VERSION, LAYOUT_VERSION) == (2, 3)
 
 

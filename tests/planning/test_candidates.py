@@ -1,4 +1,4 @@
-"""Prompts that wait to be captured anew, and their order."""
+"""Prompts that wait to be captured again, and their order."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ A, B, C = map(chunk, "abc")
 def test_a_prompt_counts_up_to_the_last_chunk_that_was_fixed() -> None:
     plan = (EXACT, fixed("a", 0.21), EXACT, COMPUTED, COMPUTED)
     found = Candidate.of(Prompt((SYSTEM, A, B, C, QUESTION)), plan, CONFIG, session="ada")
-    assert found == Candidate((SYSTEM, A), {1: 3})  # ⌈0.21 · 10⌉, and it belongs to nobody
+    assert found == Candidate((SYSTEM, A), {1: 3})  # ⌈0.21 · 10⌉, and it has no owner
 
 
 def test_a_fixed_ratio_is_what_its_variant_would_save() -> None:
@@ -69,7 +69,7 @@ def test_what_was_moved_without_fixing_is_one_but_not_as_published() -> None:
     assert Candidate.of(prompt, plan, published, session=None) is None
 
 
-def test_what_private_text_stands_before_belongs_to_the_session_or_to_nobody() -> None:
+def test_chunks_after_private_text_belong_to_the_session_or_have_no_owner() -> None:
     mine = replace(SYSTEM, private=True)
     plan = (EXACT, fixed("a", 0.2), COMPUTED)
     prompt = Prompt((mine, A, QUESTION))

@@ -58,7 +58,7 @@ def prompt_of(*names: str, system: str = SYSTEM) -> Prompt:
 def variant(
     name: str, *before: str, inter: tuple[float, ...] | None = None, **changes: Any
 ) -> Variant:
-    """A stored chunk-cache, captured behind the system and the named chunks, to which it attended alike."""
+    """A stored chunk-cache, captured after the system and the named chunks, to which it attended alike."""
     prefix = (changes.pop("system", SYSTEM), *before)
     key = VariantKey("default", "model", name, prefix)
     made = Variant(
@@ -105,7 +105,7 @@ def test_the_very_same_prefix_is_exact() -> None:
     assert (found.outcome, found.variant, found.cfo) == ("exact", own, 0.0)
 
 
-def test_the_system_segment_is_exact_behind_nothing() -> None:
+def test_the_system_segment_is_exact_after_nothing() -> None:
     key = VariantKey("default", "model", SYSTEM, ())
     digest_of_it = Segment("system", SYSTEM, (1, 2)).tokens_digest
     own = dataclasses.replace(
@@ -184,7 +184,7 @@ def test_with_published_scoring_the_overlap_of_an_inexact_capture_counts_in_full
     assert (found.outcome, found.beta, found.beta_prime, found.cfo) == ("reused", 1.0, 1.0, 0.0)
 
 
-def test_an_impure_birth_is_not_exact_even_behind_the_same_prefix() -> None:
+def test_an_inexact_capture_is_not_exact_even_after_the_same_prefix() -> None:
     found = plan_last(prompt_of("a", "c"), variant("c", "a", exact_share=0.75))
     assert (found.outcome, found.beta, found.beta_prime) == ("reused", 1.0, 0.75)
     assert found.cfo == pytest.approx(0.5 * 0.6 * 0.25)  # α · CCI · (1 - β′)
@@ -272,7 +272,7 @@ def test_an_instruction_is_reused_from_a_lossless_codec_only(codec: str, outcome
     assert (planned.reason == Reason.LOSSY_CODEC) == (outcome == "computed")
 
 
-def test_what_was_computed_behind_a_lossy_codec_is_not_exact() -> None:
+def test_what_was_computed_after_a_lossy_codec_is_not_exact() -> None:
     kept = plan_last(prompt_of("a"), variant("a", codec="int8"))
     computed, exact = SegmentPlan("computed"), SegmentPlan("exact")
     shares = exact_shares((exact, kept, computed, computed), [5, 10, 20, 5])
@@ -286,7 +286,7 @@ def test_what_was_computed_behind_a_lossy_codec_is_not_exact() -> None:
     assert plan_last(prompt_of("a", "c"), variant("c", "a", exact_share=0.5, codec="int8")).to_fix
 
 
-def test_behind_another_instruction_no_overlap_counts() -> None:
+def test_after_another_instruction_no_overlap_counts() -> None:
     found = plan_last(prompt_of("a", "c", system=OTHER_SYSTEM), variant("c", "a"))
     assert (found.beta, found.cfo) == (0.0, pytest.approx(0.3))
     back = plan_last(
@@ -398,7 +398,7 @@ def test_the_share_of_exact_context() -> None:
         0.5,
         0.25,
     ]
-    # the third is computed behind 1/2 exact context and hands that half on
+    # the third is computed after 1/2 exact context and hands that half on
     assert exact_shares((exact, reused, computed, computed), [10, 10, 20, 5])[3] == 0.5
 
 

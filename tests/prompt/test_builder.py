@@ -239,7 +239,7 @@ def test_half_a_surrogate_pair_becomes_a_question_mark(tokenizer: PreTrainedToke
     assert text_of(tokenizer, prompt.segments[2]).startswith("Question: broken ?<|end|>")
 
 
-def test_history_stands_behind_the_chunks(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_history_follows_the_chunks(tokenizer: PreTrainedTokenizerFast) -> None:
     history: list[Turn] = [("user", "First?"), ("assistant", "One.")]
     prompt = builder(tokenizer).build("Second?", chunks("Kettle."), history=history)
     assert text_of(tokenizer, prompt.segments[-1]) == (

@@ -41,7 +41,7 @@ HISTORY: list[Turn] = [
 ]
 TWO_CALLS = json.dumps([{"name": "add", "arguments": {}}] * 2)
 _TURN = "{{ '<|' + m.role + '|>' + (m.content or '') }}"
-# As Qwen and Hermes write calls, as Llama 3 does, and as Mistral does: all calls in one list, behind a special token.
+# As Qwen and Hermes write calls, as Llama 3 does, and as Mistral does: all calls in one list, after a special token.
 TEMPLATES = {
     "tagged": (
         "{% if tools %}<|system|>Tools: {{ tools | tojson }}<|end|>{% endif %}{% for m in messages %}"

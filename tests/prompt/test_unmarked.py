@@ -1,4 +1,4 @@
-"""Reuse in prompts that nobody marked: what is found, what is captured and when, whose it is, and that it is right.
+"""Reuse in unmarked prompts: what is found, what is captured and when, its owner, and that it is right.
 
 TESTS_PROMPTS  number of odd prompts; 49 by default, 10,000 take the better part of an hour
 """
@@ -139,7 +139,7 @@ def test_a_prompt_that_comes_again_is_exact(engine: Engine) -> None:
     assert engine.score_answer(prompt, (), max_new_tokens=2).stats.tokens_recomputed == 0
     torch.testing.assert_close(logits_of(engine, prompt), full, atol=1e-3, rtol=0)
     other = prompt_of(*PASSAGES[:3], question="And what of the toaster, the oven and the hood?")
-    answer = ask(engine, other)  # another question behind the same passages
+    answer = ask(engine, other)  # another question after the same passages
     assert answer.stats.exact
     assert reused(answer) > 0.9
 
@@ -322,7 +322,7 @@ def test_sessions_keep_what_is_found_to_themselves(engine: Engine) -> None:
     assert reused(ask(engine, moved, session="ada")) > 0.9
 
 
-def test_what_is_captured_for_everybody_stands_behind_nobodys_text(engine: Engine) -> None:
+def test_what_is_captured_for_all_users_follows_text_of_no_user(engine: Engine) -> None:
     for order in ((0, 1, 2), (2, 0, 1), (2, 0, 1), (1, 2, 0)):
         ask(
             engine,

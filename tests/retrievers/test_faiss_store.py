@@ -622,7 +622,7 @@ def test_a_lost_or_damaged_index_file_is_built_anew(
         assert names_of(nearest(store, "z", 3))[0] == "z"
 
 
-def test_an_index_file_that_lags_behind_catches_up(tmp_path: Path):
+def test_an_index_file_that_is_out_of_date_catches_up(tmp_path: Path):
     with open_store(tmp_path) as store:
         put(store, "a.md", "x", "y")
         store.save()

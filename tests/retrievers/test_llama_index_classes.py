@@ -304,7 +304,7 @@ def test_filters_may_be_nested_and_joined_with_ids(
         found(store, "text 1", 20, filters=MetadataFilters(filters=[low]), node_ids=["n1", "n9"])
     ) == ["n1"]
     assert set(found(store, "text 1", 20, doc_ids=["d1"])) == {f"n{at}" for at in range(1, 12, 2)}
-    # how an index without nodes of its own asks for all
+    # how an index without nodes asks for all
     assert len(found(store, "text 1", 20, node_ids=[])) == 12
 
 

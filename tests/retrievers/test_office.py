@@ -274,7 +274,7 @@ def test_tick_boxes_choices_and_texts_of_word_forms_are_text() -> None:
 
 
 def hidden_bytes() -> bytes:
-    """A Word file with text that is hidden by itself, by its style and by that of its paragraph."""
+    """A Word file with text that is hidden directly, by its style and by that of its paragraph."""
 
     def run(text: str, properties: str = "") -> str:
         return f'<w:r><w:rPr>{properties}</w:rPr><w:t xml:space="preserve">{text}</w:t></w:r>'

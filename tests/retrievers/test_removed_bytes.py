@@ -41,7 +41,7 @@ STEPS_KILLED = 24
 
 
 class LeavesRemovedRows(sqlite3.Connection):
-    """A connection of a build of SQLite that leaves removed rows in the file, whatever it is told."""
+    """A connection of a build of SQLite that leaves removed rows in the file, whatever its settings."""
 
     def execute(self, query: str, *values: Any) -> sqlite3.Cursor:
         return super().execute(query.replace("secure_delete = ON", "secure_delete = OFF"), *values)

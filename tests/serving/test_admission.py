@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Sequence, Set
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -20,6 +20,7 @@ from cachecraft_rag.serving.generation import Generation
 from cachecraft_rag.store.catalog_records import RowFilter
 from cachecraft_rag.store.layout import StoredVariant
 from cachecraft_rag.store.loading.pending import PendingLoads
+from cachecraft_rag.types.captures import Capture
 from cachecraft_rag.types.documents import Chunk
 from tests.engines import SHORT, Asking, Turn, until, waiting
 
@@ -75,7 +76,7 @@ def test_chunks_that_cannot_serve_are_not_waited_for(engine: Engine) -> None:
     Asking(engine, []).ended()  # the instruction
     engine.settle()
     first = engine.stream(QUESTION, [KETTLE, TOASTER], sampling=SHORT)
-    next(first)  # its reader pauses; it has the kettle behind the toaster
+    next(first)  # its reader pauses; it has the toaster after the kettle
     assert Asking(
         engine, [KETTLE], config=ReuseConfig(method=ReuseMethod(scope="prefix"))
     ).outcomes == ["computed"]
@@ -91,14 +92,41 @@ def test_private_captures_are_waited_for_by_their_own_session_only(make_engine: 
     engine = make_engine(system="You help Ann, who is 83.", private_system=True)
     first = engine.stream(QUESTION, [KETTLE], sampling=SHORT, session="ann")
     next(first)  # its reader pauses
-    nobody = engine.stream(QUESTION, [KETTLE], sampling=SHORT)
-    next(nobody)  # nothing of it is stored
+    anonymous = engine.stream(QUESTION, [KETTLE], sampling=SHORT)
+    next(anonymous)  # nothing of it is stored
     assert Asking(engine, [KETTLE], session="bob").outcomes == ["computed"]
     engine.settle()
     assert {row.variant.session for row in engine.store.rows()} == {"bob"}
     assert Asking(engine, [KETTLE], session="ann").outcomes == ["exact"]
-    for answer in (first, nobody):
+    for answer in (first, anonymous):
         answer.close()
+
+
+def test_private_captures_that_are_being_stored_delay_their_own_session_only(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the time to the first token would tell what others have sent."""
+    engine = make_engine(system="You help Ann, who is 83.", private_system=True)
+    put = engine.store.put
+    gates: list[tuple[Capture, Future[Any]]] = []
+
+    def wait_in_line(capture: Capture) -> Future[Any]:
+        gates.append((capture, Future()))
+        return gates[-1][1]
+
+    monkeypatch.setattr(engine.store, "put", wait_in_line)
+    Asking(engine, [KETTLE], session="ann").ended()
+    until(lambda: len(gates) == 2)  # the instruction and the kettle
+    monkeypatch.setattr(engine.store, "put", put)
+    try:
+        assert Asking(engine, [KETTLE], session="bob").outcomes == ["computed"]
+        again = Asking(engine, [KETTLE], session="ann")
+    finally:
+        for capture, stored in gates:
+            put(capture).add_done_callback(
+                lambda done, stored=stored: stored.set_result(done.result())  # type: ignore[misc]
+            )
+    assert again.outcomes == ["exact"]
 
 
 def test_when_the_first_one_fails_the_next_one_computes(
@@ -292,7 +320,7 @@ def test_an_answer_that_is_closed_while_it_waits_leaves_the_line(engine: Engine)
     }
     assert (sum(ends.values()), ends["closed"]) == (3, 1)  # type: ignore[arg-type]
     assert value("cachecraft_chunks_total", {"outcome": "failed", "reason": "failed"}) == 1
-    assert not engine._answering._captures
+    assert not engine.write_back.pending()
 
 
 # -- event loops ------------------------------------------------------------------------------------------------------
@@ -325,7 +353,7 @@ def test_a_cancelled_task_leaves_the_line_at_once(engine: Engine, way: str) -> N
             await asyncio.sleep(0.001)
 
     with Turn(engine, [KETTLE]) as first:
-        asyncio.run(cancel())  # it ends while nobody computes
+        asyncio.run(cancel())  # it ends while nothing is computed
     assert first.outcomes == ["computed"]
     assert Asking(engine, [KETTLE]).outcomes == ["exact"]
 

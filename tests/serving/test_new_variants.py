@@ -163,7 +163,7 @@ def test_a_new_prompt_takes_the_variant_with_the_greatest_overlap(engine: Engine
     system = engine.prompts.system.segment_id
     (_, new) = sorted(variants_of(engine, CHUNKS[1]), key=lambda variant: variant.created)
     assert new.key.origin_prefix == (system, CHUNKS[2].chunk_id)
-    second = ask(engine, [CHUNKS[1], CHUNKS[2], CHUNKS[0]])  # the same two behind another
+    second = ask(engine, [CHUNKS[1], CHUNKS[2], CHUNKS[0]])  # the same two after another
     before, after = first.stats.chunks[1], second.stats.chunks[2]
     assert before.chunk_id == after.chunk_id == CHUNKS[1].chunk_id
     assert before.beta_prime is not None
@@ -212,7 +212,7 @@ def test_a_new_variant_is_exact_if_passes_measure_attention_as_on_a_gpu(
 def test_an_inexact_capture_is_replaced_by_an_exact_one(engine: Engine) -> None:
     ask(engine, CHUNKS[:2])
     new = Chunk("The oven door comes off if you pull both levers.")
-    # in the prompt the new one comes last, behind two that were moved
+    # in the prompt the new one is last, after two that were moved
     order = [new, CHUNKS[1], CHUNKS[0]]
     ask(engine, order)
     (first,) = variants_of(engine, new)
@@ -359,7 +359,7 @@ def answering(engine: Engine) -> Iterator[None]:
 
 
 def stop_in_the_first_capture(engine: Engine, layers: Layers) -> None:
-    """Five captures wait, and one is held at a layer of its own until `layers.release`."""
+    """Five captures wait, and one is held at a separate layer until `layers.release`."""
     ask(engine, ORDERS[0])
     layers.hold()
     with answering(engine):
@@ -412,7 +412,7 @@ def test_a_removed_chunk_does_not_come_back(engine: Engine, layers: Layers) -> N
     assert engine.store.rows(RowFilter(chunk_ids=tuple(removed))) == []
     stats = engine.new_variants.stats
     assert (stats.captured, stats.waiting, stats.dropped) == (0, 0, {"removed": 5})
-    ask(engine, ORDERS[0])  # whoever brings it again has it again
+    ask(engine, ORDERS[0])  # a request that sends it again has it again
     assert engine.store.rows(RowFilter(chunk_ids=tuple(removed))) != []
 
 
@@ -456,10 +456,10 @@ def test_what_another_process_removed_is_not_served_and_does_not_come_back(
     assert engine.settle(60)
     assert engine.store.rows(RowFilter(chunk_ids=(removed,))) == []
     stats = engine.new_variants.stats
-    assert stats.captured > 0  # the others are captured, behind it too
+    assert stats.captured > 0  # the others are captured, after it too
     assert set(stats.dropped) == {"removed"}
     assert stats.waiting == 0
-    # memory still has the tensor, and whoever brings the chunk again has it again
+    # memory still has the tensor, and a request that sends the chunk again has it again
     answer = ask(engine, ORDERS[0])
     assert {chunk.chunk_id: chunk.outcome for chunk in answer.stats.chunks}[removed] == "computed"
     assert len(engine.store.rows(RowFilter(chunk_ids=(removed,)))) == 1

@@ -1,4 +1,4 @@
-"""Priming: a document's chunks are captured behind their neighbours, once, in passes of a limited length."""
+"""Priming: a document's chunks are captured after their neighbours, once, in passes of a limited length."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def prefixes(engine: Engine, chunk: Chunk) -> list[tuple[int, ...]]:
     return sorted(tuple(places[name] for name in row.variant.key.origin_prefix[1:]) for row in rows)
 
 
-def test_each_chunk_is_born_behind_the_chunks_before_it(engine: Engine) -> None:
+def test_each_chunk_is_captured_after_the_chunks_before_it(engine: Engine) -> None:
     assert primer(engine).prime(DOCUMENT) == 8  # and the system segment
     assert [prefixes(engine, chunk) for chunk in DOCUMENT[1:]] == [
         [tuple(range(place))] for place in range(1, 6)
@@ -79,7 +79,7 @@ def test_texts_in_place_of_chunks_are_refused(engine: Engine) -> None:
         engine.look_up(texts)
 
 
-def test_the_first_chunk_is_captured_behind_the_next_ones_too(engine: Engine) -> None:
+def test_the_first_chunk_is_captured_after_the_next_ones_too(engine: Engine) -> None:
     primer(engine).prime(DOCUMENT)
     assert prefixes(engine, DOCUMENT[0]) == [(), (1, 2)]
 
@@ -118,7 +118,7 @@ def test_chunks_may_be_captured_without_their_document(engine: Engine) -> None:
     behind = [row.variant.key.origin_prefix for row in engine.store.rows(RowFilter())]
     system, stand_in = engine.prompts.system.segment_id, engine.prompts.stand_in.segment_id
     assert sorted(behind) == sorted([(), (system,), *[(system, stand_in)] * 6])
-    # not behind neighbours
+    # not after neighbours
     assert not any(row.variant.primed for row in engine.store.rows(RowFilter()))
     assert alone.prime(DOCUMENT) == 0
 
@@ -167,7 +167,7 @@ def test_what_the_store_does_not_take_is_not_counted(
         engine.close()
 
 
-def test_one_chunk_is_born_behind_others_that_are_not(engine: Engine) -> None:
+def test_one_chunk_is_captured_after_others_that_are_not(engine: Engine) -> None:
     # and the system segment
     assert primer(engine).capture(DOCUMENT[4], [DOCUMENT[1], DOCUMENT[0], DOCUMENT[1]]) == 2
     assert prefixes(engine, DOCUMENT[4]) == [(1, 0)]

@@ -153,7 +153,7 @@ def test_it_comes_down_after_a_hard_beginning() -> None:
 
 
 def test_it_spends_less_than_the_smallest_fixed_ratio_that_holds_on_every_tenth() -> None:
-    """With a fixed ratio, every tenth of a stream must hold the target by itself."""
+    """With a fixed ratio, every tenth of a stream must hold the target."""
     fixed = []
     for seed in range(10):
         for ratio in LEVELS:

@@ -274,7 +274,7 @@ def test_a_mistake_in_the_loop_itself_reaches_every_reader_and_the_loop_goes_on(
     assert [one.error for one in ask_together(engine, SAMPLED)] == [None] * 4
 
 
-def test_a_mistake_in_what_follows_from_work_is_logged_and_disturbs_nobody(
+def test_a_mistake_in_what_follows_from_work_is_logged_and_disturbs_no_other_work(
     engine: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
     def work() -> Work[None]:
@@ -327,7 +327,7 @@ def test_an_answer_is_decoded_a_few_pieces_ahead_of_its_reader(
     answer = engine.stream("Why?", [KETTLE], sampling=SamplingParams(max_new_tokens=40))
     next(answer)
     other = Asking(engine, [KETTLE], sampling=SamplingParams(max_new_tokens=40), config=FULL)
-    other.ended()  # a reader who pauses holds nobody up
+    other.ended()  # a reader who pauses delays no other
     ahead = len(draws) - 40
     assert 1 < ahead <= MAX_UNREAD + 2  # the first piece may have taken two tokens
     assert answer.stats.tokens_generated < ahead

@@ -1,4 +1,4 @@
-"""Codecs: what comes back is as near as promised, layer by layer, and nothing half right is passed on."""
+"""Codecs: decoded values are as near as promised, layer by layer, and nothing half right is passed on."""
 
 from __future__ import annotations
 

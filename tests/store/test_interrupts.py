@@ -60,7 +60,7 @@ if len(sys.argv) > 2:
 
 
 def capture(number: int) -> Capture:
-    """A capture of twelve tokens; every number is a chunk of its own."""
+    """A capture of twelve tokens; every number is a separate chunk."""
     key = VariantKey("ns", "model", f"chunk {number}", ("system",))
     kv = torch.full(LAYOUT.shape(12), float(number % 100))
     return Capture(key, LAYOUT, "tokens", kv, TokenScores(), (0.1,), 0.3, 0.6, 1.0)

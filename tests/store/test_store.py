@@ -200,7 +200,7 @@ def test_a_capture_that_comes_while_the_interpreter_ends_is_stored(tmp_path: Pat
                 while True:
                     probe.submit(int)
                     time.sleep(0.01)
-            except RuntimeError:  # the interpreter ends; an engine that nobody closed still has captures under way now
+            except RuntimeError:  # the interpreter ends; an engine that was not closed still has captures under way now
                 store.put(capture)
         ThreadPoolExecutor(1).submit(late)
     """
@@ -606,7 +606,7 @@ def test_the_byte_budget_evicts_the_least_used(tmp_path: Path) -> None:
             == sum(path.stat().st_size for path in files(tmp_path))
             == 3 * FILE
         )
-        # memory does not keep what nobody can find
+        # memory does not keep what no look-up can find
         assert store.stats().host_bytes == 3 * LAYOUT.nbytes(10)
     # a smaller budget holds from the opening on
     with ChunkCacheStore.open(tmp_path, disk_bytes=2 * FILE - 1) as store:
@@ -758,7 +758,7 @@ def test_a_damaged_file_is_a_miss_with_a_reason_and_goes(
         assert store.find("ns", "model", ["chunk"]).variants == {"chunk": []}
         assert len(files(tmp_path)) == 1
         serves(store, make("whole"), "disk")
-        stored(store, make())  # and the chunk can be captured anew
+        stored(store, make())  # and the chunk can be captured again
         assert store.check().findings == ()
     assert caplog.text.count("Removed chunk-cache") == 1
 
@@ -777,7 +777,7 @@ def test_a_row_that_was_changed_is_refused_with_a_reason_and_goes(tmp_path: Path
         assert store.stats().lookups == {"found": 1, "refused": 1, "not_stored": 1}
         assert store.flush(10)
         assert len(files(tmp_path)) == 1
-        stored(store, make())  # and the chunk can be captured anew
+        stored(store, make())  # and the chunk can be captured again
         serves(store, make("whole"), "host")
 
 
@@ -949,7 +949,7 @@ def test_a_damaged_catalog_is_refused_at_opening_with_a_way_out(tmp_path: Path) 
     for _ in range(2):
         with pytest.raises(StoreError, match=r"catalog\.sqlite is damaged.*start again"):
             ChunkCacheStore.open(tmp_path)
-    assert list((tmp_path / "writers").iterdir()) == []  # the failed attempts left no locks behind
+    assert list((tmp_path / "writers").iterdir()) == []  # the failed attempts left no locks
 
 
 def test_a_catalog_damaged_while_open_means_misses_not_errors(
@@ -986,7 +986,7 @@ def test_a_locked_catalog_is_opened_but_not_changed(tmp_path: Path) -> None:
         with other.standstill():
             ChunkCacheStore.open(
                 tmp_path, tuning=StoreTuning(busy_timeout_s=0.05)
-            ).close()  # reading waits for nobody
+            ).close()  # reading waits for no writer
             with pytest.raises(StoreError, match="locked by another process"):
                 ChunkCacheStore.open(
                     tmp_path, tuning=StoreTuning(busy_timeout_s=0.05), disk_bytes=10**9

@@ -127,7 +127,7 @@ def serve() -> None:
         if pid == 0:
             try:
                 jobs[job](root, int(number))
-            finally:  # leave as a process of its own, not through the server's loop
+            finally:  # leave as a separate process, not through the server's loop
                 if failure := sys.exc_info()[1]:
                     sys.excepthook(type(failure), failure, failure.__traceback__)
                 sys.stderr.flush()
@@ -204,7 +204,7 @@ def test_writers_killed_at_50_random_moments(forks: Forks, tmp_path: Path) -> No
         # from before the store is open to dozens of captures later
         time.sleep(dice.uniform(0.0, longest))
         os.kill(pid, signal.SIGKILL)
-        assert forks.wait(pid) == -signal.SIGKILL  # not an error of its own
+        assert forks.wait(pid) == -signal.SIGKILL  # not its own error
         halfway += interrupted(tmp_path)
         with ChunkCacheStore.open(tmp_path, **SETTINGS) as store:
             served += verify(store)

@@ -236,7 +236,7 @@ def test_nothing_is_wrong_nothing_leaks_and_no_budget_is_exceeded(
         seen.append((memory_bytes(), open_files(), threading.active_count()))
         assert stats.host_bytes <= BUDGETS["host_bytes"]
         assert stats.disk_bytes <= BUDGETS["disk_bytes"]
-        # looking takes a while, and nobody may make room meanwhile
+        # looking takes a while, and no thread may make room meanwhile
         with store._durable.catalog.standstill():
             assert bytes_on_disk(tmp_path) <= BUDGETS["disk_bytes"]
     load.join()

@@ -343,7 +343,7 @@ def test_every_damage_to_an_encoded_file_is_noticed(tmp_path: Path, codec: str) 
     assert "too long" in str(tier.read(variant))
 
 
-def test_a_block_that_its_checksum_confirms_but_nobody_can_decode_is_damaged(
+def test_a_block_that_its_checksum_confirms_but_that_cannot_be_decoded_is_damaged(
     tmp_path: Path,
 ) -> None:
     tier, variant = DiskTier(tmp_path), replace(make(), codec="entropy")
@@ -726,7 +726,7 @@ def test_a_writer_is_alive_until_it_leaves(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_lock_file_nobody_holds_is_of_a_dead_writer(tmp_path: Path) -> None:
+def test_a_lock_file_that_no_process_holds_is_of_a_dead_writer(tmp_path: Path) -> None:
     (tmp_path / "cafe.lock").touch()
     writers = Writers(tmp_path)
     writers.remove_stale_locks()

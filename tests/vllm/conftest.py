@@ -257,7 +257,7 @@ class Server:
         return found
 
     def close(self) -> None:
-        """End it; vLLM's process group is of this process, and the next server needs one of its own."""
+        """End it; vLLM's process group is of this process, and the next server needs another one."""
         from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
         self.llm.llm_engine.engine_core.shutdown()

@@ -1,4 +1,4 @@
-"""A server of `cachecraft serve` in processes of its own, for tests over HTTP."""
+"""A server of `cachecraft serve` in separate processes, for tests over HTTP."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ START_S = 900.0  # two busy cores take a minute and more
 
 
 def running(group: int) -> list[str]:
-    """Names of the processes of a group; one that has ended, and that nobody has waited for, is none."""
+    """Names of the processes of a group; without one that has ended and was not waited for."""
     names = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:

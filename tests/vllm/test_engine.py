@@ -1,4 +1,4 @@
-"""The engine that runs its model in vLLM's own process, behind the same class as the one that runs it here."""
+"""The engine that runs its model in vLLM's own process, with the same class as the one that runs it here."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.kernels.memory import Recycler
 from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.planning.config import ReuseConfig, ReuseMethod
-from cachecraft_rag.serving.admission import FutureCaptures
+from cachecraft_rag.serving.chunks_in_progress import FutureCaptures
 from cachecraft_rag.serving.priming import Primer
 from cachecraft_rag.serving.request import RequestProgress
 from cachecraft_rag.serving.sampling import SamplingParams

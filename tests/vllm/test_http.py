@@ -254,7 +254,7 @@ def test_the_facade_indexes_primes_and_forgets(
         assert removed.chunk_caches >= 1
     with ChunkCacheStore.open(store / "caches") as caches:
         left = [row.variant.key for row in caches.rows() if row.variant.primed]
-        assert not any(key.origin_prefix for key in left)  # the instruction is nobody's document
+        assert not any(key.origin_prefix for key in left)  # the instruction belongs to no document
 
 
 def test_without_documents_it_is_vllm(
@@ -349,7 +349,7 @@ def test_nothing_private_is_shared(server: ServerProcess, store: Path) -> None:
     body = {"messages": private, "session": "bob", "namespace": "other", "cachecraft": marked}
     answer = server.chat(news, **body)
     assert answer.status_code == 200
-    assert name not in {chunk for chunk, _ in owners()}  # nobody's session: it is not kept
+    assert name not in {chunk for chunk, _ in owners()}  # without a session: it is not kept
     mine = server.chat(news, headers={"X-Mine": "ada"}, **body).json()
     await_rows(lambda: (name, "ada") in owners())
     assert {session for chunk, session in owners() if chunk == name} == {"ada"}
@@ -725,7 +725,7 @@ def bad_bodies(dice: random.Random, count: int) -> Iterator[tuple[str, bytes]]:
         yield path, raw
 
 
-def test_malformed_requests_harm_nobody(server: ServerProcess) -> None:
+def test_malformed_requests_harm_no_other_request(server: ServerProcess) -> None:
     """TESTS_MALFORMED says how many."""
     good = server.chat(documents([0, 1]), QUESTIONS[0], cachecraft=LOOSE).json()["choices"][0][
         "token_ids"
@@ -738,7 +738,7 @@ def test_malformed_requests_harm_nobody(server: ServerProcess) -> None:
             assert answer.status_code in (200, 400, 404, 422), (path, raw[:300], answer.text)
             statuses[answer.status_code] += 1
             if answer.status_code != 200:
-                error = answer.json()  # FastAPI has a form of its own for bodies that are no JSON
+                error = answer.json()  # FastAPI has its own form for bodies that are no JSON
                 assert error["error"]["message"] if "error" in error else error["detail"]
         for path in PATHS[1:]:
             for raw in (
@@ -803,7 +803,7 @@ def give_up(server: ServerProcess, number: int) -> None:
 
 
 def has_long_answer(engine: HTTPEngine, question: str) -> bool:
-    """Whether the answer does not end by itself within a hundred tokens."""
+    """True if the answer does not end within a hundred tokens."""
     answer = engine.stream(question, chunks([0]), sampling=SamplingParams(max_new_tokens=100))
     assert "".join(answer) is not None
     return answer.stats.finish == "length"

@@ -1,4 +1,4 @@
-"""Messages between the parts of a server: nobody else can make them, and nothing is lost on the way."""
+"""Messages between the parts of a server: only they can make them, and nothing is lost on the way."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_an_ask_arrives_as_it_was_sent() -> None:
     assert Ask.read(sent(plain), PROMPT.token_ids, KEY) == plain
 
 
-def test_nobody_without_the_key_can_ask() -> None:
+def test_a_request_without_the_key_is_refused() -> None:
     message = sent(ASK)
     with pytest.raises(ConfigError, match="sealed"):
         Ask.read(message, PROMPT.token_ids, "another key")

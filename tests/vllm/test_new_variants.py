@@ -79,7 +79,7 @@ def test_the_most_wanted_first_within_the_budget() -> None:
     assert (made.stats.waiting, len(order)) == (0, 4)
 
 
-def test_text_that_nobody_marked_does_not_wait_behind_what_waits_for_an_idle_server() -> None:
+def test_unmarked_text_does_not_wait_after_what_waits_for_an_idle_server() -> None:
     go_on, came = threading.Event(), threading.Event()
 
     def capture(wanted: Candidate) -> Captured:

@@ -23,7 +23,7 @@ def load(folder: Path, version: str, registry: str) -> subprocess.CompletedProce
     package = folder / "vllm"
     package.mkdir()
     (package / "__init__.py").write_text(f"__version__ = {version!r}\n{registry}\n")
-    # `-P` and a path of its own: a real vLLM must not be found first
+    # `-P` and a separate path: a real vLLM must not be found first
     code = f"import sys; sys.path.insert(0, {str(folder)!r})\n{LOADS}"
     return subprocess.run(
         [sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=120

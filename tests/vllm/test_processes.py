@@ -59,7 +59,7 @@ def test_they_log_and_end_with_their_parent(tmp_path: os.PathLike[str]) -> None:
 
 
 def alive(pid: int) -> bool:
-    """True for a process that runs; one that nobody has waited for has ended, too."""
+    """True for a process that runs; one that was not waited for has ended, too."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8") as file:
             return file.read().rpartition(")")[2].split()[0] != "Z"

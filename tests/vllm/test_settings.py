@@ -160,7 +160,7 @@ def test_each_setting_acts_or_is_refused(
     if key in OF_CLIENTS:
         assert f"{key} has no effect here: clients decide it" in warned[0]
         return
-    if key == "reuse.plain_prompts":  # a flag of its own: off until it is asked for
+    if key == "reuse.plain_prompts":  # a separate flag, off by default
         assert (found.endpoint.plain_prompts, found.config.reuse.plain_prompts) == ("off", "off")
         flag, variable = (
             started("--reuse-plain-prompts"),

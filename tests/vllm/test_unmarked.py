@@ -78,7 +78,7 @@ def test_the_longest_beginning_that_was_served() -> None:
         assert served.longest(range(200), other) == (0, None)
 
 
-def test_what_chunk_caches_served_counts_from_behind_the_last_of_them() -> None:
+def test_what_chunk_caches_served_counts_from_the_end_of_the_last_of_them() -> None:
     served, ask = ServedPrompts(10_000), asked((20, 60, 40))
     served.note(range(120), HERE, ask)
     assert served.longest(range(79), HERE) == (0, None)
@@ -109,7 +109,7 @@ def stand_in() -> Any:
     )
 
 
-def test_a_mistake_behind_an_answer_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_mistake_after_an_answer_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     def notes() -> dict[str, Candidate]:
         raise KeyError("of this test")
 
@@ -578,7 +578,7 @@ def test_a_prompt_that_comes_again_is_exact(server: ServerProcess) -> None:
         assert exact(stats_of(answer))
         assert_same_logprobs(answer, full)
         if again == 1:
-            wait_for(server, before + 6)  # each passage alone, and behind those before it
+            wait_for(server, before + 6)  # each passage alone, and after those before it
     # Not from vLLM's prefix cache: these settings have another salt.
     filled = ask(server, *text[:3], **how, cachecraft={"recompute_ratio": 0.2})
     assert reused(stats_of(filled)) > 0.9 * sum(map(len, text[:3]))
@@ -607,7 +607,7 @@ def assert_same_logprobs(one: dict[str, Any], other: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 def test_private_text_shapes_nothing_that_others_are_served(server: ServerProcess) -> None:
-    """Canaries before, between and behind passages, in an earlier turn, an instruction and a session."""
+    """Canaries before, between and after passages, in an earlier turn, an instruction and a session."""
     text, before = words(300), {one.variant.variant_id for one in rows(server)}
     canary = "My name is Canary-4711 and my number is 0815; nobody else may ever read it, not even a part of it."
     for order in ([0, 1, 2], [2, 1, 0]):
@@ -634,7 +634,7 @@ def test_private_text_shapes_nothing_that_others_are_served(server: ServerProces
     system = httpx.get(f"{server.url}/v1/cachecraft").json()
     assert system["system"]
     (before_them,) = {one.key.origin_prefix for one in shared if one.key.origin_prefix}
-    # the server's own instruction, which no client writes, and nobody's text
+    # the server's own instruction, which no client writes, and text without an owner
     assert len(before_them) == 2
     assert before_them[1] == chunk_id_of(STAND_IN)
     statistics = f"{server.url}/v1/cachecraft/requests/{hers['id']}"
@@ -720,7 +720,7 @@ def test_nothing_that_others_are_served_was_captured_after_a_client_s_private_te
 
 
 @pytest.mark.slow
-def test_a_conversation_goes_on_behind_what_it_was_served(server: ServerProcess) -> None:
+def test_a_conversation_goes_on_after_what_it_was_served(server: ServerProcess) -> None:
     text, before = words(400), len(rows(server))
     for order in ([0, 1, 2], [2, 0, 1]):
         ask(server, *(text[place] for place in order))

@@ -204,7 +204,7 @@ def expected(engine: Engine, ask: Ask) -> Tensor:
 
 def prefilled(engine: Engine, ask: Ask) -> tuple[Tensor, Any]:
     """The Hugging Face engine's buffer for the same prompt, and its progress."""
-    from cachecraft_rag.serving.admission import FutureCaptures
+    from cachecraft_rag.serving.chunks_in_progress import FutureCaptures
     from cachecraft_rag.serving.request import Request, RequestProgress
     from cachecraft_rag.serving.sampling import SamplingParams
 
@@ -772,7 +772,7 @@ def test_requests_wait_their_turn_and_for_captures(engine: Engine, scheduling: S
     scheduling.take_result(StepResult({}, frozenset({unknown.segments[2].segment_id})))
     assert scheduling.matched(fourth, 0) is None  # a chunk that is stored nowhere is being captured
     scheduling.take_result(StepResult({}, frozenset()))
-    assert scheduling.matched(fourth, 0) is None  # it looks up anew
+    assert scheduling.matched(fourth, 0) is None  # it looks up again
     assert scheduling.matched(fourth, 0)
 
 
@@ -844,7 +844,7 @@ def test_a_request_waits_for_no_captures_that_it_may_not_use(
 def test_new_chunks_are_computed_once_however_many_ask_for_them(
     clients: int, decoder: Decoder, tmp_path: Path, stack: BlockStack, settings: ConnectorSettings
 ) -> None:
-    """They come together; the last one wants a chunk of its own, too, which it computes behind those of the others."""
+    """They arrive together; the last one wants another chunk too, which it computes after those of the others."""
     settings = replace(settings, fill_at_once=8)
     with (
         ChunkCacheStore.open(tmp_path / "empty") as store,
@@ -924,7 +924,7 @@ def test_the_same_new_chunks_come_from_vllms_own_prefix_cache(
                 assert made.matched(second, question - BLOCK + 1) == 0  # the first one is filled
 
 
-def test_nobody_waits_for_longer_than_computing_takes(
+def test_a_request_waits_no_longer_than_computing_takes(
     decoder: Decoder, tmp_path: Path, settings: ConnectorSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [100.0]
@@ -938,7 +938,7 @@ def test_nobody_waits_for_longer_than_computing_takes(
             Ask(engine.prompts.build(f"When? {i}", CHUNKS), replace(CONFIG, capture=True))
             for i in range(3)
         ]
-        fill_of(made, asks[0], "first")  # nobody knows how long it takes
+        fill_of(made, asks[0], "first")  # it is unknown how long it takes
         second, rows = request_of(asks[1], "second"), asks[0].prompt.bounds[-2]
         assert made.matched(second, 0) is None
         now[0] += 9.9
@@ -1034,8 +1034,8 @@ def test_variants_focus_and_tail_loading_act_in_one_request(
         ChunkCacheStore.open(tmp_path / "cold") as store,
         Engine(decoder, store, new_variants="off") as engine,
     ):
-        for behind in ([front], [CHUNKS[0], third], [second, third], [CHUNKS[0], second]):
-            list(engine.stream("Why?", behind[::-1], config=replace(config, reuse=False)))
+        for before in ([front], [CHUNKS[0], third], [second, third], [CHUNKS[0], second]):
+            list(engine.stream("Why?", before[::-1], config=replace(config, reuse=False)))
             engine.settle()
         prompt = engine.prompts.build("When was it built?", chunks[::-1])
         front_is_late(engine.prompts, front)
@@ -1251,7 +1251,7 @@ def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return seconds
 
 
-def test_text_that_nobody_marked_does_not_wait_for_ever(
+def test_unmarked_text_does_not_wait_for_ever(
     engine: Engine, scheduling: Scheduling, now: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Then it goes before those that wait, and is captured as exactly as in an idle moment."""
@@ -1283,7 +1283,7 @@ def test_text_that_nobody_marked_does_not_wait_for_ever(
     assert scheduling.take_given_up() == []
 
 
-def test_text_that_nobody_marked_goes_on_once_it_has_begun(
+def test_unmarked_text_goes_on_once_it_has_begun(
     engine: Engine, scheduling: Scheduling, workers: Workers
 ) -> None:
     begun = fill_of(scheduling, replace(idle_ask(engine, [2, 1, 0]), never_stored=(1,)), "text")
@@ -1318,7 +1318,7 @@ def test_a_new_variant_that_waited_for_an_idle_server_waits_for_captures_too(
     assert scheduling.matched(variant, 0)
 
 
-def test_it_is_captured_exactly_behind_its_prefix_and_counts_as_no_use(
+def test_it_is_captured_exactly_after_its_prefix_and_counts_as_no_use(
     monkeypatch: pytest.MonkeyPatch,
     engine: Engine,
     scheduling: Scheduling,
@@ -1338,7 +1338,7 @@ def test_it_is_captured_exactly_behind_its_prefix_and_counts_as_no_use(
     assert not used
 
 
-def test_a_removed_chunk_is_not_stored_beside_text_that_nobody_marked(
+def test_a_removed_chunk_is_not_stored_beside_unmarked_text(
     engine: Engine, scheduling: Scheduling, workers: Workers
 ) -> None:
     ask = replace(idle_ask(engine, [0, 2, 1]), never_stored=(2,), when_stored=True)

@@ -9,14 +9,21 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 
 from cachecraft_rag.errors import CacheCraftError
 from cachecraft_rag.planning.planner import make_plan
-from cachecraft_rag.serving.admission import FutureCaptures, FutureVariant
+from cachecraft_rag.serving.chunks_in_progress import (
+    ChunksInProgress,
+    FutureCaptures,
+    FutureVariant,
+    Owner,
+    WantedChunks,
+    future_variants,
+)
 from cachecraft_rag.serving.new_variants import exact_only
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.store.row_checks import LookupResult, RowBounds
@@ -41,7 +48,6 @@ _PATIENCE_S = 10.0
 _REMEMBERED = 10_000  # number of filled prompts whose digests are kept
 
 Looked = tuple[LookupResult, Mapping[str, TokenScores]]
-CacheOwner = tuple[str, Adapter | None]  # see `Pending.owner`
 
 
 @dataclass
@@ -54,6 +60,7 @@ class Pending:
     refused   reason why vLLM computes it without chunk-caches
     looked    look-up of its chunk-caches, finished or running
     lacks     chunk-caches that the look-up did not find
+    captures  chunk-caches that its latest filling captures; None before it
     size      size of its filling, computed when it was last found to fit
     until     deadline of the wait for chunks that other requests compute; None before that wait. Deadlines and times
               are of `time.monotonic`, in seconds
@@ -74,6 +81,7 @@ class Pending:
     refused: str = ""
     looked: Future[Looked] | None = None
     lacks: list[FutureVariant] | None = None
+    captures: FutureCaptures | None = None
     size: FillSize | None = None
     until: float | None = None
     waited: bool = False
@@ -86,9 +94,14 @@ class Pending:
     report: FillReport | None = None
 
     @property
-    def owner(self) -> CacheOwner:
-        """Tenant ("": the server's own) and adapter: chunk-caches serve only requests that have the same two."""
+    def owner(self) -> Owner:
+        """Tenant and adapter: chunk-caches serve only requests that have the same two."""
         return ("" if self.ask is None else self.ask.namespace, self.adapter)
+
+    def computes_no_longer(self) -> None:
+        """Note that its chunk-caches are computed, or will not be."""
+        if self.captures is not None:
+            self.captures.computed = True
 
 
 class Scheduling:
@@ -129,9 +142,8 @@ class Scheduling:
         self._fills: list[Fill] = []
         # digests of filled prompts, the latest last
         self._filled: OrderedDict[int, None] = OrderedDict()
-        self._capturing: frozenset[str] = frozenset()
-        # segment -> its captures that are under way, or will be once their requests are filled
-        self._captures: dict[str, set[tuple[CacheOwner, FutureVariant]]] = {}
+        self._capturing: frozenset[str] = frozenset()  # segments, as last reported by the workers
+        self._in_progress = ChunksInProgress(lambda _: self._capturing)
         self._captures_awaited = False  # a request has waited for captures since the last step
         self._reports: dict[str, FillReport] = {}  # `Ask.name` → report to be sent to the front end
         self._row_s: float | None = None  # seconds per computed row of the last fill
@@ -260,8 +272,7 @@ class Scheduling:
                 known.adapter,
             )
         )
-        for variant in () if known.filled else _captures(known.ask, known.lacks or ()):
-            self._captures.setdefault(variant.segment_id, set()).add((known.owner, variant))
+        self._announce(known, known.ask)
         known.filling = known.filled = True
         known.began = time.monotonic()
         self._filled[known.digest] = None
@@ -315,7 +326,7 @@ class Scheduling:
         if result.capturing is not None:
             self._capturing = result.capturing
             self._budget.stored(result.capturing)
-            self._forget_captures()
+            self._in_progress.forget_captured()
         for name, report in result.reports.items():
             known = self._known.get(name)
             if known is None:
@@ -335,6 +346,7 @@ class Scheduling:
                 if has_mostly_computed and captures:
                     self._row_s = (time.monotonic() - known.began) / rows
             if "refused" in report:  # vLLM asks again if none of the prompt is computed yet
+                known.computes_no_longer()
                 known.ask = None
 
     def take_reports(self) -> dict[str, FillReport]:
@@ -347,6 +359,7 @@ class Scheduling:
         """Note that requests are filled or were given up: their memory for fillings is free, but for their captures."""
         for name in names & self._known.keys():
             self._known[name].filling = False
+            self._known[name].computes_no_longer()
         for name in names:
             self._budget.give_back(name)
 
@@ -363,6 +376,7 @@ class Scheduling:
         known = self._known.pop(request.request_id, None)
         if known is None:
             return None
+        known.computes_no_longer()
         if any(fill.request_id == request.request_id for fill in self._fills):
             # the workers never hear of it
             self._fills = [fill for fill in self._fills if fill.request_id != request.request_id]
@@ -435,8 +449,10 @@ class Scheduling:
             known.lacks = _lacking(ask, lookup)
         if not ask.config.reuse:
             return False
-        captured = [variant for variant in known.lacks if self._is_captured(variant, known, ask)]
-        expected = captured + self._announced(known, ask, captured)
+        wants = [replace(variant, session=ask.session) for variant in known.lacks]
+        wanted = WantedChunks(known.owner, wants, ask.config.method.scope, known.salt)
+        captured = self._in_progress.capturing(wanted)
+        expected = {*captured, *self._in_progress.computing(wanted)}
         if expected:
             if known.until is None:
                 known.until = time.monotonic() + self._longest_wait_s(ask, expected)
@@ -450,35 +466,11 @@ class Scheduling:
             return True
         return False
 
-    def _is_captured(self, lacking: FutureVariant, known: Pending, ask: Ask) -> bool:
-        """Return True if a capture is under way that can replace `lacking`; also if nothing is known of the capture."""
-        if lacking.segment_id not in self._capturing:
-            return False
-        captures = self._captures.get(lacking.segment_id)
-        if captures is None:
-            return True
-        own = (capture for owner, capture in captures if owner == known.owner)
-        return _can_replace(own, lacking, ask)
-
-    def _announced(
-        self, known: Pending, ask: Ask, captured: Collection[FutureVariant]
-    ) -> list[FutureVariant]:
-        """Return which of the lacking chunk-caches, without `captured`, come from requests that are being filled."""
-        lacks = [variant for variant in known.lacks or () if variant not in captured]
-        others = [
-            (other.salt, other.ask, other.lacks or ())
-            for other in self._known.values()
-            if other.filling
-            and other.ask is not None
-            and not other.ask.idle
-            and other.owner == known.owner
-        ]
-        if any(known.salt and known.salt == salt for salt, _, _ in others):
-            return lacks
-        captures = [
-            capture for _, other, lacking in others for capture in _captures(other, lacking)
-        ]
-        return [variant for variant in lacks if _can_replace(captures, variant, ask)]
+    def _announce(self, known: Pending, ask: Ask) -> None:
+        """Announce what a filling computes; a repeated one captures nothing."""
+        variants = [] if known.filled else list(_captures(ask, known.lacks or ()))
+        known.captures = FutureCaptures(known.owner, variants, known.salt, idle=ask.idle)
+        self._in_progress.announce(known.captures)
 
     def _longest_wait_s(self, ask: Ask, expected: Iterable[FutureVariant]) -> float:
         """Return twice the time that computing these chunks takes, in seconds."""
@@ -486,20 +478,6 @@ class Scheduling:
             return _WAIT_S
         lengths = {segment.segment_id: len(segment.token_ids) for segment in ask.prompt.segments}
         return 2.0 * self._row_s * sum(lengths[variant.segment_id] for variant in expected)
-
-    def _forget_captures(self) -> None:
-        """Forget the captures of segments that are neither being captured nor in a request that is being filled."""
-        expected = {
-            variant.segment_id
-            for pending in self._known.values()
-            if pending.filling and pending.ask is not None
-            for variant in _captures(pending.ask, pending.lacks or ())
-        }
-        self._captures = {
-            segment: captures
-            for segment, captures in self._captures.items()
-            if segment in expected or segment in self._capturing
-        }
 
     def _size(self, ask: Ask, computed: Iterable[FutureVariant]) -> FillSize:
         """Return the size of a filling that computes these chunk-caches."""
@@ -544,15 +522,7 @@ def _lacking(ask: Ask, lookup: LookupResult) -> list[FutureVariant]:
     plan = make_plan(
         ask.prompt, lookup.variants, ask.config, refused=lookup.refused, removed=lookup.removed
     )
-    lacking = FutureCaptures()
-    lacking.expect(ask.prompt, plan, session=ask.session, namespace=ask.namespace)
-    return lacking.variants
-
-
-def _can_replace(captures: Iterable[FutureVariant], lacking: FutureVariant, ask: Ask) -> bool:
-    """Return True if one of these captures, of the same tenant and adapter, can replace `lacking`."""
-    wanted = replace(lacking, session=ask.session)
-    return any(capture.serves(wanted, ask.config.method.scope) for capture in captures)
+    return future_variants(ask.prompt, plan, ask.session)
 
 
 def _captures(ask: Ask, computed: Iterable[FutureVariant]) -> Iterator[FutureVariant]:

@@ -39,7 +39,7 @@ def decoder(tiny_decoder: MakeDecoder) -> Decoder:
 
 
 class Background:
-    """Runs captures in a thread, a step at a time in turns with whoever holds `lock`."""
+    """Runs captures in a thread, a step at a time in turns with the thread that holds `lock`."""
 
     def __init__(self, decoder: Decoder) -> None:
         self._decoder, self._thread, self.lock = decoder, ThreadPoolExecutor(1), threading.Lock()
@@ -50,7 +50,7 @@ class Background:
     def _work(self, steps: Work[Any], ended: Ended) -> None:
         try:
             stored = run(self._decoder, steps, lambda: self.lock)
-        except Exception as error:  # noqa: BLE001  # whatever it is, it is told
+        except Exception as error:  # noqa: BLE001  # whatever it is, it is passed on
             ended(None, error)
         else:
             ended(stored, None)
@@ -195,7 +195,7 @@ def test_captures_of_one_tenant_are_under_way_for_no_other(
     assert queue.pending(namespace="acme") == frozenset()
 
 
-def test_a_capture_that_fails_is_logged_and_nobody_waits_for_it_forever(
+def test_a_capture_that_fails_is_logged_and_not_waited_for_forever(
     queue: WriteBackQueue,
     store: ChunkCacheStore,
     decoder: Decoder,
@@ -220,7 +220,7 @@ def test_a_capture_that_fails_is_logged_and_nobody_waits_for_it_forever(
     assert all(stored(store, decoder).values())  # and the queue goes on
 
 
-def test_nobody_waits_for_a_capture_that_cannot_be_begun(
+def test_a_capture_that_cannot_begin_is_not_waited_for(
     store: ChunkCacheStore, decoder: Decoder, background: Background, output: PrefillResult
 ) -> None:
     def refuse(*_: object) -> None:

@@ -74,7 +74,7 @@ class Judge:
         return self.engine.score_answer(QUESTION, chunks, max_new_tokens=2, config=config)
 
     def ask(self, what: object, *, compare: bool) -> ScoredAnswer:
-        """An answer behind the chunks as they were captured; `compare`: nothing in it may be a lie."""
+        """An answer after the chunks as they were captured; `compare`: nothing in it may be a lie."""
         answer = self._ask(ReuseConfig(capture=False, method=ReuseMethod(loading="layerwise")))
         outcomes = [chunk.outcome for chunk in answer.stats.chunks]
         for outcome in outcomes:

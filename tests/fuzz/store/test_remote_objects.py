@@ -340,7 +340,7 @@ def bomb(remote: Remote, dice: random.Random) -> str:
 
 
 def strangers(remote: Remote, dice: random.Random) -> str:
-    """Objects that nobody of us would name so, and too many rows."""
+    """Objects with names that the package does not use, and too many rows."""
     row, _ = remote.pair(dice)
     base = row.name.split(".")[0]
     kind = dice.choice(("level", "names", "rows"))

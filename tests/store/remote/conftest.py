@@ -160,7 +160,7 @@ def make_redis(tmp_path: Path) -> Iterator[Callable[..., Server]]:
 
 
 def start_s3(folder: Path) -> Server:
-    """An S3 server in a process of its own."""
+    """An S3 server in a separate process."""
     try:
         import moto.server  # noqa: F401
     except ImportError as error:

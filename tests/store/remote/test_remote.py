@@ -638,7 +638,7 @@ def impatient(make_tier: MakeTier, url: str, **changes: Any) -> RemoteTier:
 
 
 def misses_until_left_alone(tier: RemoteTier) -> None:
-    """Three look-ups that fail or end at their limit, then misses for which nobody is asked."""
+    """Three look-ups that fail or end at their limit, then misses without a request."""
     for _ in range(3):
         assert found(tier) == []
     assert tier.stats().breaker != "closed"

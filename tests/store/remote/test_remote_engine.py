@@ -54,7 +54,7 @@ def decoder(tiny_decoder: Callable[..., Decoder]) -> Decoder:
 
 @pytest.fixture
 def make_engine(decoder: Decoder, tmp_path: Path) -> Iterator[MakeEngine]:
-    """Makes engines, each with an empty store of its own.
+    """Makes engines, each with a new empty store.
 
     Layer-wise: with Cake's two ends a machine that computes sooner than it loads would not use what is stored.
     """
@@ -235,7 +235,7 @@ def test_another_tenant_or_model_gets_nothing(
             assert happened(ask(engine)) == COMPUTED
 
 
-def test_captures_behind_private_text_stay_local(
+def test_captures_after_private_text_stay_local(
     url: str, decoder: Decoder, make_engine: MakeEngine
 ) -> None:
     shared = make_engine(url)
