@@ -72,7 +72,7 @@ class RequestStats:
     tokens_reused      taken from chunk-caches and not recomputed; drift correction may change them
     tokens_recomputed  of reused chunks, recomputed
     tokens_spared      of the reused tokens, not recomputed because their chunks are out of focus
-    tokens_computed    of chunks without a chunk-cache, of the question, of the system segment the first time, and of
+    tokens_computed    of chunks without a chunk-cache, of the question, of the instruction the first time, and of
                        chunks that were computed instead of loaded
     tokens_generated   of the answer
     recompute_share    row-layers computed / (prompt tokens × layers); early termination lowers it
