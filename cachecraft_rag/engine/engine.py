@@ -29,7 +29,7 @@ from cachecraft_rag.checks import (
     listed,
 )
 from cachecraft_rag.compute.balance.speed import ComputeSpeed
-from cachecraft_rag.compute.captures.write_back import Ended, WriteBackQueue
+from cachecraft_rag.compute.captures.write_back import CaptureDescriber, Ended
 from cachecraft_rag.compute.driver import Work
 from cachecraft_rag.engine.base import AnswerEngine, PathLike
 from cachecraft_rag.engine.config import EngineConfig
@@ -135,7 +135,7 @@ class Engine(AnswerEngine):
             preload_bytes=chosen.tuning.preload_bytes,
             registry=self.request_counts.registry,
         )
-        self.write_back = WriteBackQueue(
+        self.write_back = CaptureDescriber(
             store,
             namespace=chosen.namespace,
             fingerprint=decoder.fingerprint,

@@ -61,8 +61,8 @@ class ReuseTiming:
         only (moved chunks are timed here); the context is too short; the store is read-only, has a remote, or has no
         room; or the first prompt could not be captured or reused, or was too long for a GPU's memory.
 
-        15 % of the tokens are recomputed if the settings have no `recompute_ratio`. With a larger α or a quality target
-        that recomputes more, reuse pays from longer prompts on than this says.
+        A fifth of the tokens is recomputed if the settings have no `recompute_ratio`. With a larger α or a quality
+        target that recomputes more, reuse pays from longer prompts on than this says.
         """
         config = self.config
         if (

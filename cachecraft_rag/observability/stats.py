@@ -69,10 +69,10 @@ class RequestStats:
     prefill_s          computing the prompt
     total_s            from the call to the end of the answer; until then, from the call to now
     tokens_prompt      tokens_reused + tokens_recomputed + tokens_computed
-    tokens_reused      taken from chunk-caches without a change
+    tokens_reused      taken from chunk-caches and not recomputed; drift correction may change them
     tokens_recomputed  of reused chunks, recomputed
     tokens_spared      of the reused tokens, not recomputed because their chunks are out of focus
-    tokens_computed    of chunks without a chunk-cache, of the question, of the system segment the first time, and of
+    tokens_computed    of chunks without a chunk-cache, of the question, of the instruction the first time, and of
                        chunks that were computed instead of loaded
     tokens_generated   of the answer
     recompute_share    row-layers computed / (prompt tokens × layers); early termination lowers it

@@ -87,7 +87,7 @@ def _spent(planned: SegmentPlan, config: ReuseConfig) -> int:
         return 0
     if planned.in_full:
         return planned.variant.tokens
-    share = planned.cfo if config.fixed_ratio is None else config.fixed_ratio
+    share = planned.cfo if config.ratio_in_use is None else config.ratio_in_use
     spent = math.ceil((share or 0.0) * planned.variant.tokens)
 
     return spent if config.method.is_baseline else max(1, spent)

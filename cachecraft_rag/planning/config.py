@@ -243,11 +243,13 @@ class ReuseConfig:
         ]
 
     @property
-    def fixed_ratio(self) -> float | None:
+    def ratio_in_use(self) -> float | None:
         """Fraction of the tokens to recompute of each chunk in a new context; None: CFO decides.
 
-        >>> ReuseConfig().fixed_ratio, ReuseConfig().with_method(alpha=0.5).fixed_ratio, ReuseConfig.paper().fixed_ratio
-        (0.2, None, None)
+        >>> ReuseConfig().ratio_in_use, ReuseConfig().with_method(alpha=0.5).ratio_in_use
+        (0.2, None)
+        >>> ReuseConfig.paper().ratio_in_use is None
+        True
         """
         has_own_ratio = self.recompute_ratio is not None
         if has_own_ratio or self.method.alpha is not None or self.method.is_baseline:

@@ -124,7 +124,7 @@ def make_plan(
     """Choose for each segment the stored variant with the lowest CFO, or to compute it.
 
     A variant that needs no fixing is preferred. A chunk whose best variant has a CFO of 1 is computed, unless
-    `config.fixed_ratio` is a number. An instruction is reused from a lossless codec only. The tokens to recompute are
+    `config.ratio_in_use` is a number. An instruction is reused from a lossless codec only. The tokens to recompute are
     chosen later, in `with_selection`.
 
     Args:
@@ -192,8 +192,8 @@ def _with_last_chunk_in_full(
         for index, segment in enumerate(segments)
         if segment.kind == "chunk"
     }
-    has_ratio = config.fixed_ratio is not None
-    recomputes = config.fixed_ratio if has_ratio else config.method.alpha
+    has_ratio = config.ratio_in_use is not None
+    recomputes = config.ratio_in_use if has_ratio else config.method.alpha
     is_set_cache = config.method.scope == "set" and not has_ratio
     if not lengths or recomputes == 0 or is_set_cache:
         return marked
@@ -238,7 +238,7 @@ def _best(
         return SegmentPlan("computed", Reason.OTHER_PREFIX)
     if best is None:
         return SegmentPlan("computed", Reason.OTHER_TOKENS if variants else Reason.NOT_STORED)
-    if config.fixed_ratio is None and (best.cfo or 0.0) >= 1.0:
+    if config.ratio_in_use is None and (best.cfo or 0.0) >= 1.0:
         return replace(best, outcome="computed", reason=Reason.NOT_WORTH_FIXING, variant=None)
     return best
 
@@ -352,7 +352,7 @@ def _score(
     if config.method.scoring == "corrected":
         adjusted *= variant.exact_share
     # If the settings give the ratio, CFO only compares variants. DEFAULT_ALPHA keeps it below 1, where it is clipped.
-    has_own_ratio = config.fixed_ratio is not None
+    has_own_ratio = config.ratio_in_use is not None
     alpha = DEFAULT_ALPHA if config.method.alpha is None or has_own_ratio else config.method.alpha
     cfo = fix_overhead(alpha=alpha, cci=variant.cci, adjusted=adjusted)
     return SegmentPlan(
@@ -372,8 +372,9 @@ def with_selection(
 ) -> Plan:
     """Return a copy of the plan with the tokens to recompute of each segment to fix; other segments are unchanged.
 
-    The budget of a chunk is ⌈CFO · |C|⌉ tokens (§3.2.1), or ⌈r · |C|⌉ with a ratio r (`config.fixed_ratio`); of a chunk
-    that is `in_full`, all tokens but the `excluded` ones are chosen, outside of the budgets (see `selectors.select`).
+    The budget of a chunk is ⌈CFO · |C|⌉ tokens (§3.2.1), or ⌈r · |C|⌉ with a ratio r (`config.ratio_in_use`). Of a
+    chunk that is `in_full`, all tokens but the `excluded` ones are chosen, outside of the budgets (see
+    `selectors.select`).
 
     Args:
         plan: a plan from `make_plan`.
@@ -397,7 +398,7 @@ def with_selection(
         variant = planned.variant
         if not planned.to_fix or variant is None:
             continue
-        ratio = planned.cfo if config.fixed_ratio is None else config.fixed_ratio
+        ratio = planned.cfo if config.ratio_in_use is None else config.ratio_in_use
         scores = token_scores.get(variant.variant_id, TokenScores())
         seed = int(variant.key.chunk_id[:8], 16)
         already_recomputed = recomputed.get(index, none)
@@ -445,7 +446,7 @@ def _without(offsets: Offsets, others: Offsets) -> Offsets:
 
 def _spares_tokens(config: ReuseConfig, focus: Mapping[int, float]) -> bool:
     """Return True if chunks out of focus recompute nothing."""
-    is_exact = config.fixed_ratio == 1.0
+    is_exact = config.ratio_in_use == 1.0
     return (
         config.method.early_termination == "probe" and not is_exact and len(focus) >= FEWEST_CHUNKS
     )

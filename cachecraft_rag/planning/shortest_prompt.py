@@ -108,7 +108,7 @@ def timed(
         tokens: length of the prompt, for the log.
         least_s: go on for so many seconds at least.
     """
-    ratio = DEFAULT_RATIO if config.fixed_ratio is None else config.fixed_ratio
+    ratio = DEFAULT_RATIO if config.ratio_in_use is None else config.ratio_in_use
     reuse = replace(config, capture=False, recompute_ratio=ratio)
     full = ReuseConfig.full_prefill()
     seconds: dict[ReuseConfig, list[float]] = {full: [], reuse: []}

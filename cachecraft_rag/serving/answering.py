@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cachecraft_rag.compute.captures.write_back import CaptureContext, WriteBackQueue
+from cachecraft_rag.compute.captures.write_back import CaptureContext, CaptureDescriber
 from cachecraft_rag.compute.decode import DecodeStep, extend
 from cachecraft_rag.compute.driver import Call, Until, Work
 from cachecraft_rag.compute.job import PrefillJob, PrefillResult
@@ -70,7 +70,7 @@ class Answering:
     store: ChunkCacheStore
     loop: StepLoop
     admission: AdmissionQueue
-    write_back: WriteBackQueue
+    write_back: CaptureDescriber
     new_variants: VariantMaker
     look_up: LookUp
     loader: Loader

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cachecraft_rag.compute.captures.write_back import CaptureContext, WriteBackQueue
+from cachecraft_rag.compute.captures.write_back import CaptureContext, CaptureDescriber
 from cachecraft_rag.compute.driver import Work, prefill_steps
 from cachecraft_rag.compute.job import PrefillJob
 from cachecraft_rag.compute.rows import Rows
@@ -22,7 +22,7 @@ class LocalCapturer:
 
     decoder: Decoder
     loop: StepLoop
-    write_back: WriteBackQueue
+    write_back: CaptureDescriber
 
     def capture(
         self, prompt: Prompt, captures: Sequence[int], *, primed: bool, namespace: str

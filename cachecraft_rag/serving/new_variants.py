@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from cachecraft_rag.compute.balance.speed import ComputeSpeed
-from cachecraft_rag.compute.captures.write_back import CaptureContext, WriteBackQueue
+from cachecraft_rag.compute.captures.write_back import CaptureContext, CaptureDescriber
 from cachecraft_rag.compute.driver import Call, Work
 from cachecraft_rag.compute.job import PrefillJob, PrefillResult
 from cachecraft_rag.compute.overlapped import OverlappedPrefill
@@ -257,7 +257,7 @@ class VariantMaker(VariantWork):
         stack: Stack,
         store: ChunkCacheStore,
         loader: Loader,
-        write_back: WriteBackQueue,
+        write_back: CaptureDescriber,
         look_up: LookUp,
         loop: StepLoop,
     ) -> None:

@@ -26,10 +26,13 @@ from cachecraft_rag.types.variants import TierName
 class SegmentReport:
     """Outcome of one segment, as plain values; see `planner.SegmentPlan` and `stats.ChunkStats`.
 
-    primed    True if its chunk-cache comes from priming
-    focus     see `SegmentPlan`
-    in_focus  see `SegmentPlan`
-    spared    see `SegmentPlan`
+    not_loaded  number of tokens that were computed instead of loaded, for any reason
+    primed      True if its chunk-cache comes from priming
+    focus       see `SegmentPlan`
+    in_focus    see `SegmentPlan`
+    spared      see `SegmentPlan`
+
+    Field names travel in JSON between servers and clients, also of other versions.
     """
 
     outcome: SegmentOutcome
@@ -196,7 +199,7 @@ class RequestProgress:
 def unchanged_tokens(
     prompt: Prompt, reports: Sequence[SegmentReport], *, counted_from: int = 0
 ) -> int:
-    """Return how many tokens of a prompt were taken from chunk-caches without a change.
+    """Return how many tokens of a prompt were taken from chunk-caches and not recomputed.
 
     Only positions from `counted_from` on count. In the segment with that position, as many as possible are taken to
     follow it.

@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 class BackgroundWriter:
-    """Thread that changes the catalog, the disk and the remote, one job after the other.
+    """Thread that changes the catalog and the disk, and hands captures to the remote, one job after the other.
 
     Any thread may call any method. Only `shut_down` waits, and `write_uses`, which writes in the caller's thread. If
     the system has no room for a thread, the jobs run in the caller's thread. A capture that cannot be written is

@@ -49,7 +49,7 @@ def check_beside(
         raise ConfigError(
             f"--kv-transfer-config: {CONNECTOR} is there already: name only connectors to run beside it"
         )
-    is_exact = reuse.fixed_ratio == 1.0 and reuse.method.early_termination != "published"
+    is_exact = reuse.ratio_in_use == 1.0 and reuse.method.early_termination != "published"
     if is_exact and client_settings == "none":
         return
     for connector in connectors:

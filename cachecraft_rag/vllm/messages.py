@@ -87,8 +87,8 @@ class Ask:
     details      True if the report lists the recomputed tokens
     when_stored  True if the answer waits until the captures are stored
     client_salt  `cache_salt` of the client, which becomes part of this request's salts; "" if it sent none
-    idle         True if the request captures new variants: it runs only while the server is idle, computes exactly, and
-                 is given up if another request lacks blocks
+    idle         True if the request captures new variants or audits: it runs only while the server is idle, computes
+                 exactly, and is given up if another request lacks blocks
     never_stored found segments of an idle request that may not be stored yet in any context. No other request would
                  store them, so on a busy server the request begins after a while, and is not paused once it has begun
     own_tokens   tokens at the end of the prompt that vLLM computes itself: one, or in an audit one for each token of

@@ -15,7 +15,7 @@ from benchmarks import gpu
 from benchmarks.late_device import Device
 from cachecraft_rag.compute import kv_buffer, overlapped
 from cachecraft_rag.compute.balance.speed import ComputeSpeed
-from cachecraft_rag.compute.captures.write_back import CaptureContext, Ended, WriteBackQueue
+from cachecraft_rag.compute.captures.write_back import CaptureContext, CaptureDescriber, Ended
 from cachecraft_rag.compute.driver import Work, prefill, run
 from cachecraft_rag.compute.job import PrefillJob, PrefillResult
 from cachecraft_rag.compute.kv_buffer import ResidentKV
@@ -182,7 +182,7 @@ def test_captures_of_a_side_stream_hold_what_was_computed_there(
     expected = {
         capture.segment: capture.kv for capture in prefill(decoder, WHOLE).recorder.captures
     }
-    queue = WriteBackQueue(
+    describer = CaptureDescriber(
         store,
         namespace="default",
         fingerprint=decoder.fingerprint,
@@ -199,8 +199,8 @@ def test_captures_of_a_side_stream_hold_what_was_computed_there(
     with torch.inference_mode():
         recorder = result.recorder.with_all_heads(torch.clone, torch.clone)
         keys = result.buffer.kv[:, 0].clone()
-    queue.submit(recorder, keys, CaptureContext(SEGMENTS, BOUNDS, [1.0] * 4, None))
-    queue.close()
+    describer.submit(recorder, keys, CaptureContext(SEGMENTS, BOUNDS, [1.0] * 4, None))
+    describer.close()
 
     names = [segment.segment_id for segment in SEGMENTS[:3]]
     stored = store.find("default", decoder.fingerprint, names, session=None).variants
@@ -275,7 +275,7 @@ def test_captures_of_all_but_the_last_pass_leave_the_gpu_and_are_stored(
     with torch.inference_mode():  # as several ranks do, which gather heads on the GPU
         gathered = result.recorder.with_all_heads(torch.clone, torch.clone)
     assert [capture.kv.device.type for capture in gathered.captures] == ["cpu", "cpu", "cuda"]
-    queue = WriteBackQueue(
+    describer = CaptureDescriber(
         store,
         namespace="default",
         fingerprint=decoder.fingerprint,
@@ -283,8 +283,8 @@ def test_captures_of_all_but_the_last_pass_leave_the_gpu_and_are_stored(
         start=describing,
     )
     keys = result.buffer.kv[:, 0]
-    queue.submit(gathered, keys, CaptureContext(SEGMENTS, BOUNDS, [1.0] * 4, None))
-    queue.close()
+    describer.submit(gathered, keys, CaptureContext(SEGMENTS, BOUNDS, [1.0] * 4, None))
+    describer.close()
     names = [segment.segment_id for segment in SEGMENTS[:3]]
     variants = store.find("default", decoder.fingerprint, names, session=None).variants
     for name, capture in zip(names, expected.recorder.captures, strict=True):

@@ -120,7 +120,7 @@ def plain_scores(case: Case, facts: TokenFacts) -> tuple[list[float], bool]:
 
 def plain_recompute(case: Case) -> list[tuple[list[int], int]]:
     """The tokens to recompute of each segment, and how many were spared."""
-    ratio = case.config.fixed_ratio
+    ratio = case.config.ratio_in_use
     in_focus = chunks_in_focus(case.focus)
     may_spare = (
         case.config.method.early_termination == "probe" and ratio != 1.0 and len(case.focus) >= 5

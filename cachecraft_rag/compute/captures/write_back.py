@@ -50,8 +50,8 @@ class CaptureContext:
     extra_variants  segments that are captured once more, see `types.captures.Capture`
     removed         chunks that must not be stored any more
     reused          variant that was reused for each segment, or None; () if no capture is inexact
-    namespace       tenant of the captures; "": that of the queue
-    fingerprint     fingerprint of the model that computed them; None: that of the queue
+    namespace       tenant of the captures; "": that of the describer
+    fingerprint     fingerprint of the model that computed them; None: that of the describer
     """
 
     segments: Sequence[Segment]
@@ -66,8 +66,10 @@ class CaptureContext:
     fingerprint: str | None = None
 
 
-class WriteBackQueue:
+class CaptureDescriber:
     """Describes and stores recorded captures. Any thread may call any method.
+
+    It has no thread: `start` runs the steps of each capture, in the step loop or a worker's thread for captures.
 
     Args:
         store: the store to write to.
@@ -106,7 +108,7 @@ class WriteBackQueue:
         self._followers: weakref.WeakKeyDictionary[RemovedChunks, str] = weakref.WeakKeyDictionary()
 
     def follow(self, removed: RemovedChunks, namespace: str = "") -> RemovedChunks:
-        """Add the ids of a tenant's chunks ("": the queue's) to this set as they are removed; return the set."""
+        """Add the ids of a tenant's chunks ("": the describer's) to this set as they are removed; return the set."""
         with self._guard:
             self._followers[removed] = namespace or self._namespace
         return removed
@@ -123,7 +125,7 @@ class WriteBackQueue:
         self.wait_for(chunk_ids)
 
     def submit(self, recorder: CaptureRecorder, keys: Tensor, context: CaptureContext) -> None:
-        """Queue the captures of a prefill and return at once.
+        """Begin to describe the captures of a prefill and return at once.
 
         Call it in the thread that computed the prefill, because captures wait for the work launched by this thread.
         Captures that are dropped or fail are counted in the store and logged.
@@ -177,10 +179,10 @@ class WriteBackQueue:
         read = capture.tensors() if keys is None else [*capture.tensors(), keys]
         wait_on_stream(computed, *read)
         del read
-        describer = AttentionAccumulator(capture, recorder.settings, bounds=context.bounds)
+        accumulator = AttentionAccumulator(capture, recorder.settings, bounds=context.bounds)
         if keys is not None:
             for layer in range(self._layout.layers):
-                yield Call(partial(_describe_layer, describer, layer, keys[layer]))
+                yield Call(partial(_describe_layer, accumulator, layer, keys[layer]))
 
         # the store refuses what is removed from here on
         if key.holds(context.removed):
@@ -189,7 +191,7 @@ class WriteBackQueue:
             return Unavailable(key.variant_id, CaptureDrop.REMOVED, reason)
 
         segment = context.segments[capture.segment]
-        statistics = describer.statistics()
+        statistics = accumulator.statistics()
         described = Capture(
             key=key,
             layout=self._layout,
@@ -228,7 +230,7 @@ class WriteBackQueue:
         return 4 * self._waiting_bytes > self._max_bytes
 
     def wait_for(self, segment_ids: Iterable[str], timeout: float | None = None) -> bool:
-        """Wait until all captures of these segments queued by now have ended; False after `timeout` seconds."""
+        """Wait until all captures of these segments submitted by now have ended; False after `timeout` seconds."""
         wanted = frozenset(segment_ids)
         with self._guard:
             jobs = [
@@ -240,7 +242,7 @@ class WriteBackQueue:
         return not wait(jobs, timeout).not_done
 
     def close(self) -> None:
-        """Refuse (drop) new captures, and wait without limit for those that are queued."""
+        """Refuse (drop) new captures, and wait without limit for those that were submitted."""
         with self._guard:
             self._closed = True
         self.wait_for(self.pending())
@@ -301,9 +303,9 @@ class WriteBackQueue:
         return VariantKey(namespace, fingerprint, chunk_id, prefix)
 
 
-def _describe_layer(describer: AttentionAccumulator, layer: int, keys: Tensor) -> None:
+def _describe_layer(accumulator: AttentionAccumulator, layer: int, keys: Tensor) -> None:
     """Add one layer and wait for it: drivers decide by the time that a call takes."""
-    describer.add_layer(layer, keys)
+    accumulator.add_layer(layer, keys)
     wait_on_host(keys.device)
 
 

@@ -1,8 +1,9 @@
 """The step loop: one thread that owns the model and runs all work on it.
 
-Work is a generator of steps (`compute.driver`). In each turn the loop computes the decode steps of all answers as one
-forward, one step of a job, and layers of prefills. Work that waits for a disk, another thread or its reader is passed
-over; if all work waits, the loop sleeps until a message arrives in its inbox. All its state belongs to its thread.
+Work is a generator of steps (`compute.driver`). In each turn the loop computes the decode steps of several answers as
+one forward, one step of a job, and layers of prefills. Work that waits for a disk, another thread or its reader is
+passed over; if all work waits, the loop sleeps until a message arrives in its inbox. All its state belongs to its
+thread.
 """
 
 from __future__ import annotations

@@ -93,7 +93,7 @@ def summary(settings: ConnectorSettings) -> str:
     """
     config = settings.config
     endpoint = settings.endpoint
-    ratio = config.reuse.fixed_ratio
+    ratio = config.reuse.ratio_in_use
     parts = {
         "store": settings.store,
         "namespace": settings.namespace,

@@ -65,7 +65,7 @@ class StepWork(KVConnectorMetadata):
 
     ended             ids of the requests that have ended or are given up
     vllm_is_free      True if vLLM itself computes nothing in this step
-    idle              True if no requests are running except those that capture new variants
+    idle              True if no requests are running except work in idle time: new variants and audits
     captures_awaited  True if a request waits for captures
     """
 

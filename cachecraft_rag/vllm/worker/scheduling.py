@@ -1,7 +1,8 @@
-"""The scheduler's side: looks up the chunk-caches of each prompt once, and hands them to the workers.
+"""The scheduler's side: looks up the chunk-caches of each prompt, and hands them to the workers.
 
-vLLM asks again in every step while a request waits, and after a preemption. The result of the look-up is kept: a prompt
-that is filled differently after a preemption would continue its answer differently.
+vLLM asks again in every step while a request waits, and after a preemption. The result of the look-up is kept until the
+request has waited for captures of others: a prompt that is filled differently after a preemption would continue its
+answer differently.
 """
 
 from __future__ import annotations

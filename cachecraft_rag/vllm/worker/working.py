@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from cachecraft_rag.compute.balance.speed import ComputeSpeed
-from cachecraft_rag.compute.captures.write_back import CaptureContext, Ended, WriteBackQueue
+from cachecraft_rag.compute.captures.write_back import CaptureContext, CaptureDescriber, Ended
 from cachecraft_rag.compute.driver import Work, run
 from cachecraft_rag.compute.job import PrefillResult
 from cachecraft_rag.compute.overlapped import LONGEST_CALL_S
@@ -126,7 +126,7 @@ class Workers:
         self._describing = ThreadPoolExecutor(1, thread_name_prefix="cachecraft-captures")
         self._describe_at_once = threading.Event()  # set: captures are described without pauses
         self._describe_at_once.set()
-        self._write_back = WriteBackQueue(
+        self._write_back = CaptureDescriber(
             store,
             namespace=settings.namespace,
             fingerprint=settings.identity.fingerprint,

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from cachecraft_rag.compute.captures.write_back import CaptureContext, Ended, WriteBackQueue
+from cachecraft_rag.compute.captures.write_back import CaptureContext, CaptureDescriber, Ended
 from cachecraft_rag.compute.driver import Work, prefill, run
 from cachecraft_rag.compute.job import PrefillJob, PrefillResult
 from cachecraft_rag.compute.rows import Rows
@@ -61,23 +61,23 @@ def background(decoder: Decoder) -> Background:
     return Background(decoder)
 
 
-def queue_of(
+def describer_of(
     store: ChunkCacheStore, decoder: Decoder, background: Background, **settings: Any
-) -> WriteBackQueue:
+) -> CaptureDescriber:
     given = {
         "namespace": "default",
         "fingerprint": decoder.fingerprint,
         "layout": decoder.layout,
         "start": background.start,
     }
-    return WriteBackQueue(store, **(given | settings))
+    return CaptureDescriber(store, **(given | settings))
 
 
 @pytest.fixture
-def queue(
+def describer(
     store: ChunkCacheStore, decoder: Decoder, background: Background
-) -> Iterator[WriteBackQueue]:
-    made = queue_of(store, decoder, background)
+) -> Iterator[CaptureDescriber]:
+    made = describer_of(store, decoder, background)
     yield made
     made.close()
 
@@ -98,10 +98,10 @@ def stored(
 
 
 def test_captures_arrive_with_their_identity_numbers_and_tensors(
-    queue: WriteBackQueue, store: ChunkCacheStore, decoder: Decoder, output: PrefillResult
+    describer: CaptureDescriber, store: ChunkCacheStore, decoder: Decoder, output: PrefillResult
 ) -> None:
-    queue.submit(output.recorder, output.buffer.kv[:, 0], context())
-    queue.wait_for(NAMES)
+    describer.submit(output.recorder, output.buffer.kv[:, 0], context())
+    describer.wait_for(NAMES)
     found = {name: variants[0] for name, variants in stored(store, decoder).items()}
     assert found["the system"].key.origin_prefix == ()
     assert found["second"].key.origin_prefix == ("the system", "first")
@@ -126,7 +126,7 @@ def test_captures_arrive_with_their_identity_numbers_and_tensors(
 def test_what_private_text_stands_in_or_before_goes_to_its_session_or_nowhere(
     private: int,
     kept: list[str],
-    queue: WriteBackQueue,
+    describer: CaptureDescriber,
     store: ChunkCacheStore,
     decoder: Decoder,
     output: PrefillResult,
@@ -135,11 +135,11 @@ def test_what_private_text_stands_in_or_before_goes_to_its_session_or_nowhere(
         Segment(s.kind, s.segment_id, s.token_ids, private=s.private or place == private)
         for place, s in enumerate(SEGMENTS)
     )
-    queue.submit(output.recorder, output.buffer.kv[:, 0], context(segments))
-    queue.wait_for(NAMES)
+    describer.submit(output.recorder, output.buffer.kv[:, 0], context(segments))
+    describer.wait_for(NAMES)
     assert [name for name, variants in stored(store, decoder).items() if variants] == kept
-    queue.submit(output.recorder, output.buffer.kv[:, 0], context(segments, session="ada"))
-    queue.wait_for(NAMES)
+    describer.submit(output.recorder, output.buffer.kv[:, 0], context(segments, session="ada"))
+    describer.wait_for(NAMES)
     assert [
         name for name, variants in stored(store, decoder, session="bob").items() if variants
     ] == kept
@@ -147,13 +147,16 @@ def test_what_private_text_stands_in_or_before_goes_to_its_session_or_nowhere(
 
 
 def test_submitting_does_not_wait_and_describing_takes_the_lock(
-    queue: WriteBackQueue, background: Background, output: PrefillResult, store: ChunkCacheStore
+    describer: CaptureDescriber,
+    background: Background,
+    output: PrefillResult,
+    store: ChunkCacheStore,
 ) -> None:
     with background.lock:  # a request computes
-        queue.submit(output.recorder, output.buffer.kv[:, 0], context())
+        describer.submit(output.recorder, output.buffer.kv[:, 0], context())
         time.sleep(0.05)
         assert store.stats().variants == 0
-    queue.wait_for(NAMES)
+    describer.wait_for(NAMES)
     assert store.stats().variants == 3
 
 
@@ -166,44 +169,44 @@ def test_two_captures_of_one_chunk_are_both_waited_for(
     def start(steps: Work[Any], ended: Ended) -> None:
         begun.append(lambda: background.start(steps, ended))
 
-    queue = queue_of(store, decoder, background, start=start)
+    describer = describer_of(store, decoder, background, start=start)
     for _ in range(2):
-        queue.submit(output.recorder, output.buffer.kv[:, 0], context())
+        describer.submit(output.recorder, output.buffer.kv[:, 0], context())
     first, second = begun[: len(NAMES)], begun[len(NAMES) :]
     for capture in second:
         capture()
-    assert not queue.wait_for(NAMES, timeout=0.2), "the first three have not begun"
-    assert queue.pending() == set(NAMES)
+    assert not describer.wait_for(NAMES, timeout=0.2), "the first three have not begun"
+    assert describer.pending() == set(NAMES)
     for capture in first:
         capture()
-    assert queue.wait_for(NAMES, timeout=60)
-    assert queue.pending() == frozenset()
-    queue.close()
+    assert describer.wait_for(NAMES, timeout=60)
+    assert describer.pending() == frozenset()
+    describer.close()
 
 
 def test_captures_of_one_tenant_are_under_way_for_no_other(
-    queue: WriteBackQueue, background: Background, output: PrefillResult
+    describer: CaptureDescriber, background: Background, output: PrefillResult
 ) -> None:
     with background.lock:  # nothing can be described meanwhile
         of_acme = replace(context(), namespace="acme")
-        queue.submit(output.recorder, output.buffer.kv[:, 0], of_acme)
-        assert queue.pending(NAMES, namespace="bolt") == frozenset()
-        assert queue.pending(NAMES, namespace="default") == frozenset()
-        assert queue.pending(NAMES, namespace="acme") == queue.pending() == set(NAMES)
-        assert not queue.wait_for(NAMES, timeout=0), "removal waits for those of all tenants"
-    assert queue.wait_for(NAMES, timeout=60)
-    assert queue.pending(namespace="acme") == frozenset()
+        describer.submit(output.recorder, output.buffer.kv[:, 0], of_acme)
+        assert describer.pending(NAMES, namespace="bolt") == frozenset()
+        assert describer.pending(NAMES, namespace="default") == frozenset()
+        assert describer.pending(NAMES, namespace="acme") == describer.pending() == set(NAMES)
+        assert not describer.wait_for(NAMES, timeout=0), "removal waits for those of all tenants"
+    assert describer.wait_for(NAMES, timeout=60)
+    assert describer.pending(namespace="acme") == frozenset()
 
 
 def test_a_capture_that_fails_is_logged_and_not_waited_for_forever(
-    queue: WriteBackQueue,
+    describer: CaptureDescriber,
     store: ChunkCacheStore,
     decoder: Decoder,
     output: PrefillResult,
     caplog: Any,
 ) -> None:
-    queue.submit(output.recorder, output.buffer.kv[:2, 0], context())  # two of four layers
-    waiting = threading.Thread(target=queue.wait_for, args=(NAMES,))
+    describer.submit(output.recorder, output.buffer.kv[:2, 0], context())  # two of four layers
+    waiting = threading.Thread(target=describer.wait_for, args=(NAMES,))
     waiting.start()
     waiting.join(60)
     assert not waiting.is_alive()
@@ -215,9 +218,9 @@ def test_a_capture_that_fails_is_logged_and_not_waited_for_forever(
         failures = [record for record in caplog.records if record.levelname == "ERROR"]
     assert len(failures) == 3
     assert all(record.exc_info is not None for record in failures)
-    queue.submit(output.recorder, output.buffer.kv[:, 0], context())
-    queue.wait_for(NAMES)
-    assert all(stored(store, decoder).values())  # and the queue goes on
+    describer.submit(output.recorder, output.buffer.kv[:, 0], context())
+    describer.wait_for(NAMES)
+    assert all(stored(store, decoder).values())  # and it goes on
 
 
 def test_a_capture_that_cannot_begin_is_not_waited_for(
@@ -226,11 +229,11 @@ def test_a_capture_that_cannot_begin_is_not_waited_for(
     def refuse(*_: object) -> None:
         raise RuntimeError("can't start new thread")
 
-    queue = queue_of(store, decoder, background, start=refuse)
+    describer = describer_of(store, decoder, background, start=refuse)
     with pytest.raises(RuntimeError, match="can't start new thread"):
-        queue.submit(output.recorder, output.buffer.kv[:, 0], context())
-    queue.wait_for(NAMES)
-    queue.close()
+        describer.submit(output.recorder, output.buffer.kv[:, 0], context())
+    describer.wait_for(NAMES)
+    describer.close()
     assert store.stats().variants == 0
 
 
@@ -242,35 +245,38 @@ def test_a_store_that_is_closed_or_full_drops_captures_with_a_reason(
         (10, "larger than the whole byte budget"),
     ):
         store = ChunkCacheStore.open(tmp_path / str(disk_bytes), disk_bytes=disk_bytes)
-        queue = queue_of(store, decoder, Background(decoder))
+        describer = describer_of(store, decoder, Background(decoder))
         if reason == "the store is closed":
             store.close()
-        queue.submit(output.recorder, output.buffer.kv[:, 0], context())
-        queue.wait_for(NAMES)
-        queue.close()
+        describer.submit(output.recorder, output.buffer.kv[:, 0], context())
+        describer.wait_for(NAMES)
+        describer.close()
         store.close()
         assert any(reason in record.message for record in caplog.records)
         assert not any(record.exc_info for record in caplog.records)
 
 
 def test_closing_finishes_what_is_queued_and_takes_nothing_more(
-    queue: WriteBackQueue, store: ChunkCacheStore, output: PrefillResult
+    describer: CaptureDescriber, store: ChunkCacheStore, output: PrefillResult
 ) -> None:
-    queue.submit(output.recorder, output.buffer.kv[:, 0], context())
-    queue.close()
+    describer.submit(output.recorder, output.buffer.kv[:, 0], context())
+    describer.close()
     assert store.stats().variants == 3
-    queue.submit(output.recorder, output.buffer.kv[:, 0], context())
-    queue.wait_for(NAMES)
-    queue.close()
+    describer.submit(output.recorder, output.buffer.kv[:, 0], context())
+    describer.wait_for(NAMES)
+    describer.close()
 
 
 def test_waiting_for_a_chunk_without_a_capture_under_way_returns_at_once(
-    queue: WriteBackQueue, background: Background, output: PrefillResult
+    describer: CaptureDescriber, background: Background, output: PrefillResult
 ) -> None:
     with background.lock:  # nothing can be described meanwhile
-        queue.submit(output.recorder, output.buffer.kv[:, 0], context())
+        describer.submit(output.recorder, output.buffer.kv[:, 0], context())
         waiting = threading.Thread(
-            target=lambda: [queue.wait_for(["nothing", "of", "the kind"]), queue.wait_for([])]
+            target=lambda: [
+                describer.wait_for(["nothing", "of", "the kind"]),
+                describer.wait_for([]),
+            ]
         )
         waiting.start()
         waiting.join(60)
@@ -284,13 +290,13 @@ def test_captures_that_come_faster_than_they_are_stored_are_dropped(
     output: PrefillResult,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    queue = queue_of(store, decoder, background, max_bytes=0)
+    describer = describer_of(store, decoder, background, max_bytes=0)
     with background.lock:  # nothing can be described meanwhile
-        queue.submit(output.recorder, output.buffer.kv[:, 0], context())
+        describer.submit(output.recorder, output.buffer.kv[:, 0], context())
         assert "captures are dropped" in caplog.text
-    queue.close()
+    describer.close()
     assert store.stats().variants == 1  # one is always taken, however large
-    late = queue_of(store, decoder, background, namespace="late")
+    late = describer_of(store, decoder, background, namespace="late")
     late.submit(output.recorder, output.buffer.kv[:, 0], context())
     late.close()
     assert store.stats().variants == 4
