@@ -272,7 +272,12 @@ def test_a_stock_client_reads_why_its_prompt_is_left_to_vllm(
     assert len(answer["choices"]) == (value if name == "n" else 1)
     assert answer["kv_transfer_params"]["cachecraft"]["note"].startswith("left to vLLM: it asks ")
     if name == "n":
-        body = {"messages": [{"role": "user", "content": prompt}], "max_tokens": 2, "n": value, "temperature": 1.0}
+        body = {
+            "messages": [{"role": "user", "content": prompt}],
+            "max_tokens": 2,
+            "n": value,
+            "temperature": 1.0,
+        }
         *_, (_, last) = streamed(server, "chat/completions", body)
         found = httpx.get(f"{server.url}/v1/cachecraft/requests/{last['id']}").json()
         assert found["note"] == "left to vLLM: it asks for several answers (n)"
