@@ -95,8 +95,9 @@ class OverlappedPrefill:
         runs_ahead: launch the last pass without waiting for a GPU, if nothing is loaded or captured. Its errors and its
             time are seen later.
         longest_call_s: returns the longest expected time of a call that runs all layers; None: `LONGEST_CALL_S`.
-        most_rows: rows of a pass for which a GPU has memory. If there are more, passes from the front compute them, and
-            captures of all but the last pass are kept in main memory. A chunk to be captured is not divided.
+        most_rows: rows that one pass may have, such as those for which a GPU has memory. If there are more, passes from
+            the front compute them, and captures of all but the last pass are kept in main memory. A chunk to be
+            captured is not divided.
             MemoryError in a pass if loads fail so late that it would have more rows. None: no limit.
     """
 
@@ -598,8 +599,8 @@ class OverlappedPrefill:
         rows = len(row_pass.positions) + len(late)
         if self._most_rows is not None and rows > self._most_rows:
             raise MemoryError(
-                f"{len(late)} stored tokens were not loaded in time, and {rows} rows do not fit the GPU memory that "
-                f"is reserved for filling, which takes {self._most_rows}"
+                f"{len(late)} stored tokens were not loaded in time, and {rows} rows do not fit into one pass, which "
+                f"takes {self._most_rows}"
             )
         late_pass = self._pass(
             late, recorder=row_pass.recorder, absent=row_pass.absent, timer=row_pass.timer

@@ -40,7 +40,14 @@ _NOT_GIVEN = ("attention_mask", "past_key_values", "past_key_value")
 
 
 class SurveyError(Exception):
-    """Reason why a model's layers cannot be run one by one; the message completes "it cannot be served: …"."""
+    """Reason why a model's layers cannot be run one by one; the message completes "it cannot be served: …".
+
+    `advice`: a sentence without its full stop; "" if another model is the only way.
+    """
+
+    def __init__(self, reason: str, advice: str = "") -> None:
+        super().__init__(reason)
+        self.advice = advice
 
 
 @dataclass(frozen=True)

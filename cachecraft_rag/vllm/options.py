@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.types.digests import digest
+from cachecraft_rag.vllm.versions import is_cpu_build
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -43,6 +44,15 @@ _DRAFT_MODEL = "draft_model"
 FP8_CACHES = {"fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3", "fp8_e5m2": "fp8_e5m2"}
 # Values of `load_format` that read the checkpoint's own weights.
 _SAME_WEIGHTS = ("auto", "hf", "safetensors", "pt", "fastsafetensors", "runai_streamer")
+# Fields of `VLLMOptions` that are no option of vLLM's with the same value.
+_DERIVED = (
+    "shaping",
+    "max_model_len",
+    "drafting",
+    "prefetches_weights",
+    "keeps_latents",
+    "cpu_threads",
+)
 _NOTHING: tuple[object, ...] = (None, "", "{}", "auto", "None", False, {})
 
 
@@ -155,6 +165,7 @@ class VLLMOptions:
         prefetches_weights: True if weights are offloaded and fetched layer by layer during a forward pass.
         keeps_latents: True if vLLM keeps the latents of multi-head latent attention in place of keys per head.
         max_model_len: the longest context; 0 if none is given, or not as a plain number.
+        cpu_threads: most threads of one rank on a CPU; 0 on a GPU, and where vLLM runs already.
         shaping: (option, value) of each option that changes the model's results.
     """
 
@@ -171,6 +182,7 @@ class VLLMOptions:
     prefetches_weights: bool = False
     keeps_latents: bool = True
     max_model_len: int = 0
+    cpu_threads: int = 0
     shaping: tuple[tuple[str, str], ...] = ()
 
     @classmethod
@@ -209,9 +221,7 @@ class VLLMOptions:
         results, because functions cannot be compared.
         """
         known = {
-            field.name: type(field.default)
-            for field in fields(cls)
-            if field.name not in ("shaping", "max_model_len", "drafting", "keeps_latents")
+            field.name: type(field.default) for field in fields(cls) if field.name not in _DERIVED
         }
         chosen = {
             name: _as(known[name], name, values[name])
@@ -224,6 +234,7 @@ class VLLMOptions:
             _as(int, "offload_group_size", values.get("offload_group_size")),
         )
         chosen["keeps_latents"] = os.environ.get("VLLM_MLA_DISABLE", "0") in ("", "0")
+        chosen["cpu_threads"] = most_cpu_threads(os.environ) if is_cpu_build() else 0
         longest = str(values.get("max_model_len"))
         chosen["max_model_len"] = int(longest) if longest.isdecimal() else 0
         shaping = [
@@ -291,6 +302,39 @@ class VLLMOptions:
             return checkpoint
         version, _, files = checkpoint.partition("-")
         return f"{version}-{digest('served', files, *(part for pair in sorted(shaping) for part in pair))}"
+
+
+def most_cpu_threads(environment: Mapping[str, str], *, cpus: int | None = None) -> int:
+    """Return the most threads that vLLM's CPU build may take for one rank.
+
+    `cpus` is the number of CPUs of this process, counted if it is None. Unless VLLM_CPU_OMP_THREADS_BIND names CPUs or
+    leaves it to OMP_NUM_THREADS, vLLM takes most of them.
+
+    >>> most_cpu_threads({"OMP_NUM_THREADS": "1"}, cpus=8)
+    8
+    >>> most_cpu_threads({"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}, cpus=8)
+    1
+    >>> most_cpu_threads({"VLLM_CPU_OMP_THREADS_BIND": "0-2,5|6"}, cpus=8)
+    4
+    """
+    bound = environment.get("VLLM_CPU_OMP_THREADS_BIND", "auto")
+    threads = environment.get("OMP_NUM_THREADS", "")
+    if bound == "nobind" and threads.isdecimal():
+        return int(threads)
+    if bound not in ("nobind", "auto"):
+        try:
+            return max(sum(map(_cpus_in, rank.split(","))) for rank in bound.split("|"))
+        except ValueError:  # vLLM refuses it itself
+            pass
+    if cpus is not None:
+        return cpus
+    has_affinity = hasattr(os, "sched_getaffinity")
+    return len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+
+
+def _cpus_in(part: str) -> int:
+    first, _, last = part.partition("-")
+    return int(last or first) - int(first) + 1
 
 
 def _method_of(config: SpeculativeConfig | None) -> str:

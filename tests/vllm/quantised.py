@@ -27,6 +27,15 @@ def int8_weights(name: str, weight: Tensor) -> dict[str, Tensor]:
     }
 
 
+def fp8_weights(name: str, weight: Tensor) -> dict[str, Tensor]:
+    """Return a weight in FP8 with one scale for each output channel, as compressed-tensors stores it."""
+    scale = weight.abs().amax(dim=1, keepdim=True) / torch.finfo(torch.float8_e4m3fn).max
+    return {
+        f"{name}.weight": (weight / scale).to(torch.float8_e4m3fn),
+        f"{name}.weight_scale": scale,
+    }
+
+
 def _in_4_bits(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Return integers from 0 to 15 `[out, in]`, 8 of which are zero, and scales `[out, groups]`."""
     groups = weight.reshape(weight.shape[0], -1, GROUP)
@@ -94,6 +103,7 @@ def _compressed_tensors(form: str, weights: Mapping[str, Any], inputs: object) -
 
 
 _INT = {"type": "int", "symmetric": True}
+_FP8 = {"type": "float", "symmetric": True, "num_bits": 8}
 # By name: how a weight is stored, and what the config says about it.
 KINDS: dict[str, tuple[Callable[[str, Tensor], dict[str, Tensor]], dict[str, Any]]] = {
     "compressed-tensors int8": (
@@ -102,6 +112,14 @@ KINDS: dict[str, tuple[Callable[[str, Tensor], dict[str, Tensor]], dict[str, Any
             "int-quantized",
             _INT | {"num_bits": 8, "strategy": "channel", "dynamic": False},
             _INT | {"num_bits": 8, "strategy": "token", "dynamic": True},
+        ),
+    ),
+    "compressed-tensors FP8": (
+        fp8_weights,
+        _compressed_tensors(
+            "float-quantized",
+            _FP8 | {"strategy": "channel", "dynamic": False},
+            _FP8 | {"strategy": "token", "dynamic": True},
         ),
     ),
     "compressed-tensors int4": (

@@ -14,7 +14,7 @@ pytest.importorskip("vllm")
 from vllm.lora.request import LoRARequest
 
 from benchmarks.vllm_families import random_prompt
-from cachecraft_rag.types.prompts import Prompt
+from cachecraft_rag.types.prompts import Prompt, token_array
 from cachecraft_rag.vllm.messages import Ask
 from tests.vllm.adapters import RANK, save_adapter
 from tests.vllm.conftest import Served, Server
@@ -27,6 +27,14 @@ ALL_RECOMPUTED = replace(BASE, recompute_ratio=1.0)
 CAPTURING = replace(ALL_RECOMPUTED, capture=True)
 ROWS = 256
 LONG = random_prompt(1, 2, 3, 4, 5, 10)  # more tokens than `ROWS`
+LONG_CHUNK = Prompt(
+    tuple(
+        replace(segment, segment_id="long", token_ids=token_array([*range(ROWS + 1)]))
+        if segment.kind == "chunk"
+        else segment
+        for segment in random_prompt(1).segments
+    )
+)
 
 
 @pytest.fixture(scope="module")
@@ -147,6 +155,21 @@ def test_passes_add_no_adapter_of_the_requests_in_the_same_step(
             assert_same(served, wanted)
 
 
+def test_a_prompt_that_is_longer_than_a_pass_with_an_adapter_is_filled_in_several(
+    server: Server, adapters: list[Any]
+) -> None:
+    moved = random_prompt(5, 1, 3, 2, 4, 10)
+    for user in adapters:
+        for prompt, salt in ((LONG, "long"), (moved, "moved")):
+            (own,) = server.ask([prompt.token_ids], adapters=[user])
+            assert len(prompt.token_ids) > ROWS
+            captured = replace(ask_of(prompt, salt=salt, capture=True), when_stored=True)
+            (found,) = server.ask([captured], adapters=[user])
+            assert "refused" not in found.report
+            assert_same(found, own)
+        assert "reused" in outcomes(found)
+
+
 def test_a_request_whose_adapter_cannot_be_used_is_left_to_vllm_and_says_why(
     server: Server, adapters: list[Any], save: Callable[..., Any]
 ) -> None:
@@ -162,7 +185,10 @@ def test_a_request_whose_adapter_cannot_be_used_is_left_to_vllm_and_says_why(
     assert "not loaded yet" in left(third)
     (found,) = server.ask([ask_of(prompt, salt="loaded", capture=True)], adapters=[third])
     assert outcomes(found) == ["computed"] * 3
-    assert f"passes with an adapter take {ROWS} (--max-num-batched-tokens)" in left(third, LONG)
+    refused = left(third, LONG_CHUNK)
+    assert f"{ROWS + 1} tokens, and a pass with a LoRA adapter takes {ROWS}: divide" in refused
+    (found,) = server.ask([ask_of(LONG_CHUNK, salt="whole")], adapters=[third])
+    assert "refused" not in found.report, "what is not captured is divided"
     save(3, seed=30)
     assert "have changed since it was loaded" in left(third)
     missing = LoRARequest("missing", 3, str(Path(third.lora_path) / "elsewhere"))

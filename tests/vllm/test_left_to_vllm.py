@@ -44,6 +44,7 @@ class Handler:
         self.logprobs: list[int | None] = []  # number of likeliest tokens, for each prompt
         self.template: str | None = None  # in place of the tokenizer's
         self.adapter: str | None = None  # of the model that the request names
+        self.asked: dict[str, Any] = {}  # parameters of sampling in place of the usual ones
         self.kind = "token"  # of the prompt: "multimodal" with images
         self._tokenizer = tokenizer
 
@@ -76,16 +77,17 @@ class Handler:
             ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
             prompt |= {"prompt": text, "prompt_token_ids": ids}
         extra = {"kv_transfer_params": transfer} if transfer else None
-        params = SimpleNamespace(
-            n=1,
-            prompt_logprobs=None,
-            extra_args=extra,
-            max_tokens=1,
-            temperature=0,
-            top_p=1,
-            structured_outputs=None,
-            logprobs=None,
-        )
+        usual = {
+            "n": 1,
+            "prompt_logprobs": None,
+            "extra_args": extra,
+            "max_tokens": 1,
+            "temperature": 0,
+            "top_p": 1,
+            "structured_outputs": None,
+            "logprobs": None,
+        }
+        params = SimpleNamespace(**usual | self.asked)
         note = ""
         async for output in self.engine_client.generate(
             prompt, params, "request", lora_request=self.adapter
@@ -186,6 +188,54 @@ def test_a_prompt_with_an_image_is_left_to_vllm_and_says_so(
         assert note == "left to vLLM: it holds images, sound or videos", answer.text
     assert handler.sent[-1] == {}
     assert not work
+
+
+@pytest.mark.parametrize(
+    ("asked", "adapter", "cause"),
+    [
+        ({"n": 2}, None, "it asks for several answers (n)"),
+        (
+            {"prompt_logprobs": 1},
+            None,
+            "it asks for log-probabilities of the prompt, so vLLM computes all of it",
+        ),
+        ({}, "an adapter", "it uses a LoRA adapter, with which only documents are reused"),
+    ],
+)
+def test_a_prompt_without_documents_that_vllm_has_to_compute_says_why(
+    made: tuple[TestClient, Handler, ServerEngine],
+    work: Counter[str],
+    monkeypatch: pytest.MonkeyPatch,
+    asked: dict[str, Any],
+    adapter: str | None,
+    cause: str,
+) -> None:
+    client, handler, engine = made
+    monkeypatch.setattr(engine, "predicted_answer", lambda _request: PredictedAnswer())
+    handler.asked = asked
+    handler.adapter = adapter
+    body = {"messages": [{"role": "user", "content": about("kettle")}]}
+    answer = client.post("/v1/chat/completions", json=body)
+    assert answer.json()["error"]["message"] == f"left to vLLM: {cause}", answer.text
+    assert handler.sent == [{}]
+    assert handler.logprobs == [None], "nothing of it is audited"
+    assert not work
+
+    short = {"messages": [{"role": "user", "content": "Is it?"}]}
+    answer = client.post("/v1/chat/completions", json=short)
+    assert not answer.json()["error"]["message"], "too short to be searched, whatever it asks for"
+
+
+def test_a_request_of_another_connector_keeps_its_parameters(
+    made: tuple[TestClient, Handler, ServerEngine],
+) -> None:
+    client, handler, _ = made
+    others = {"do_remote_decode": True}
+    handler.asked = {"n": 2, "extra_args": {"kv_transfer_params": others}}
+    body = {"messages": [{"role": "user", "content": about("kettle")}]}
+    answer = client.post("/v1/chat/completions", json=body)
+    assert not answer.json()["error"]["message"], answer.text
+    assert handler.sent == [{"kv_transfer_params": others}]
 
 
 def test_a_request_with_an_adapter_is_not_audited(

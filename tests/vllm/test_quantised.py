@@ -24,6 +24,7 @@ from tests.vllm.test_families import assert_passes_the_self_check
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+BY_VLLM = "fp8_per_channel"  # vLLM quantises a plain checkpoint itself, to FP8
 DTYPE = "bfloat16"  # vLLM's kernels for 4-bit weights do not compute in float32
 
 
@@ -42,7 +43,7 @@ def assert_same_prediction(found: Served, plain: Served) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, BY_VLLM])
 def test_quantised_weights_are_served_from_a_store_of_their_own(
     kind: str,
     byte_tokenizer: PreTrainedTokenizerFast,
@@ -51,10 +52,12 @@ def test_quantised_weights_are_served_from_a_store_of_their_own(
 ) -> None:
     require_kernel(kind)
     plain = save_checkpoint("Llama with llama3 scaling", tmp_path / "plain", byte_tokenizer)
-    folder = save_quantised(plain, kind, tmp_path / "quantised")
+    is_by_vllm = kind == BY_VLLM
+    folder = plain if is_by_vllm else save_quantised(plain, kind, tmp_path / "quantised")
+    quantisation = {"quantization": BY_VLLM} if is_by_vllm else {}
     options = {"max_model_len": 1024, "dtype": DTYPE}
     store = tmp_path / "caches"
-    server = make_server(folder, store, **options)
+    server = make_server(folder, store, **options, **quantisation)
     assert_passes_the_self_check(server, dtype=DTYPE)
 
     primed, asked = random_prompt(1, 2, 3), random_prompt(3, 1, 2)
@@ -71,6 +74,24 @@ def test_quantised_weights_are_served_from_a_store_of_their_own(
     other = make_server(plain, store, **options)
     (found,) = other.ask([replace(exact, captures=(1,))], tokens=1)
     assert {segment["outcome"] for segment in found.report["segments"]} == {"computed"}
+
+
+@pytest.mark.slow
+def test_fp8_weights_give_the_text_of_vllm_itself(
+    byte_tokenizer: PreTrainedTokenizerFast, make_server: Callable[..., Server], tmp_path: Path
+) -> None:
+    plain = save_checkpoint("Llama with llama3 scaling", tmp_path / "plain", byte_tokenizer)
+    folder = save_quantised(plain, "compressed-tensors FP8", tmp_path / "quantised")
+    # in bfloat16, random weights have several next tokens within rounding
+    server = make_server(folder, tmp_path / "caches", max_model_len=1024, dtype="float32")
+    primed = random_prompt(1, 2, 3)
+    capture = Ask(primed, replace(BASE, reuse=False, capture=True), when_stored=True)
+    server.ask([capture], tokens=1)
+    moved = replace(BASE, recompute_ratio=1.0)
+    for ask in (Ask(primed, BASE, captures=()), Ask(random_prompt(3, 1, 2), moved, captures=())):
+        (found,) = server.ask([ask])
+        (own,) = server.ask([ask.prompt.token_ids])
+        assert found.tokens == own.tokens
 
 
 def test_each_quantisation_has_a_fingerprint_of_its_own(

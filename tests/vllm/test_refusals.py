@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from benchmarks.vllm_families import save_checkpoint
 from cachecraft_rag.cli import main
 from cachecraft_rag.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
-from cachecraft_rag.vllm.options import VLLMOptions
+from cachecraft_rag.vllm.options import VLLMOptions, most_cpu_threads
 from cachecraft_rag.vllm.refusals import (
     has_windows_in_some_layers,
     missing_arguments,
@@ -25,6 +26,7 @@ from cachecraft_rag.vllm.refusals import (
     refusal,
 )
 from cachecraft_rag.vllm.served_model import VLLMModel
+from cachecraft_rag.vllm.versions import is_cpu_build
 from cachecraft_rag.vllm.worker.refusals import start_up_refusal
 
 ONE_TABLE = {"rope_type": "default", "rope_theta": 10_000.0}
@@ -220,6 +222,61 @@ def test_latent_attention_is_served_where_vllm_keeps_keys_per_head(
 def test_a_window_that_vllm_switches_off_is_no_reason() -> None:
     windowed = hf_config("Mistral", sliding_window=512)
     assert refusal(windowed, VLLMOptions.from_arguments(["--disable-sliding-window"])) is None
+
+
+THREADS = "VLLM_CPU_OMP_THREADS_BIND"
+
+
+def test_sinks_with_windows_are_refused_unless_a_cpu_build_has_one_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("cachecraft_rag.vllm.options.is_cpu_build", lambda: True)
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    monkeypatch.setenv(THREADS, "nobind")
+    hf = hf_config("GptOss")
+    found = refusal(hf, VLLMOptions.from_arguments([]))
+    assert found is not None
+    assert "in more than one thread" in found.reason
+    assert found.advice.startswith(f"Set OMP_NUM_THREADS=1 and {THREADS}=nobind")
+    assert refusal(hf_config("Llama"), VLLMOptions.from_arguments([])) is None
+
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert refusal(hf, VLLMOptions.from_arguments([])) is None
+    monkeypatch.setenv(THREADS, "0-3")
+    assert refusal(hf, VLLMOptions.from_arguments([])) == found
+    monkeypatch.setattr("cachecraft_rag.vllm.options.is_cpu_build", lambda: False)
+    assert refusal(hf, VLLMOptions.from_arguments([])) is None, "a GPU computes them rightly"
+
+
+@pytest.mark.parametrize(
+    ("bound", "threads"),
+    [("auto", 6), ("nobind", 6), ("3", 1), ("0,2-4|5", 4), ("no numbers", 6)],
+)
+def test_threads_on_a_cpu_are_those_that_vllm_may_bind(bound: str, threads: int) -> None:
+    assert most_cpu_threads({THREADS: bound}, cpus=6) == threads
+    left_to_openmp = {THREADS: bound, "OMP_NUM_THREADS": "2"}
+    assert most_cpu_threads(left_to_openmp, cpus=6) == (2 if bound == "nobind" else threads)
+
+
+@pytest.mark.parametrize(
+    ("installed", "is_one"),
+    [
+        ({"vllm-cpu": "0.32.0"}, True),
+        ({"vllm": "0.32.0+cpu"}, True),
+        ({"vllm": "0.32.0"}, False),
+        ({}, False),
+    ],
+)
+def test_a_build_for_cpus_is_known_by_its_name_or_version(
+    installed: dict[str, str], is_one: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def version(name: str) -> str:
+        if name not in installed:
+            raise PackageNotFoundError(name)
+        return installed[name]
+
+    monkeypatch.setattr("cachecraft_rag.vllm.versions.version", version)
+    assert is_cpu_build() == is_one
 
 
 ARGUMENTS: list[tuple[list[str], dict[str, Any], str]] = [

@@ -263,6 +263,27 @@ def test_the_third_time_a_stock_client_s_passages_are_reused(server: ServerProce
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("name", "value"), [("n", 2), ("prompt_logprobs", 1)])
+def test_a_stock_client_reads_why_its_prompt_is_left_to_vllm(
+    server: ServerProcess, name: str, value: int
+) -> None:
+    prompt = prompt_of(*words(1100)[:3], question="Which is it?")
+    answer = server.chat(None, prompt, max_tokens=2, temperature=1.0, **{name: value}).json()
+    assert len(answer["choices"]) == (value if name == "n" else 1)
+    assert answer["kv_transfer_params"]["cachecraft"]["note"].startswith("left to vLLM: it asks ")
+    if name == "n":
+        body = {
+            "messages": [{"role": "user", "content": prompt}],
+            "max_tokens": 2,
+            "n": value,
+            "temperature": 1.0,
+        }
+        *_, (_, last) = streamed(server, "chat/completions", body)
+        found = httpx.get(f"{server.url}/v1/cachecraft/requests/{last['id']}").json()
+        assert found["note"] == "left to vLLM: it asks for several answers (n)"
+
+
+@pytest.mark.slow
 def test_the_third_time_passages_of_responses_are_reused(server: ServerProcess) -> None:
     """In the user's message, in the output of a tool, and streamed."""
     import openai

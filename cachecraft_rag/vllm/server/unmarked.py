@@ -391,7 +391,8 @@ class PlainPrompts:
             left_to_vllm=prepared.ask is None,
             unused=prepared.unused,
             remark=prepared.remark,
-            predicted=self._engine.predicted_answer(prepared.request),
+            # an answer of vLLM alone is that of full prefill
+            predicted=self._engine.predicted_answer(prepared.request) if prepared.ask else None,
         )
 
     async def aside(self, act: Callable[[], T]) -> T | None:
@@ -479,8 +480,9 @@ class SearchingClient:
         Before the first output, the prompt is searched. If segments are found, the request is recorded, its last output
         carries its statistics, and its texts count as seen once it has ended. If it is served from chunk-caches,
         `params.extra_args` gets the message about them. A prompt with images, sound or videos is recorded, and its last
-        output says that vLLM computes it. Embeddings, requests for several answers or for log-probabilities of the
-        prompt, those with other `kv_transfer_params`, and those with a LoRA adapter are passed on unchanged.
+        output says that vLLM computes it; so it is with requests for several answers or for log-probabilities of the
+        prompt and with those that use a LoRA adapter, if their prompts are long enough to be searched. Embeddings and
+        requests with other `kv_transfer_params` are passed on unchanged.
 
         In the outputs of a request that is served from chunk-caches, `num_cached_tokens` is the number of reused
         tokens, None before the report. For an audit, `params.logprobs` becomes 16, and the outputs hide them.
@@ -489,13 +491,11 @@ class SearchingClient:
         client: EngineClient | RecordingClient = self._client
         prepared: Prepared | None = None
         ids: Sequence[int] = []
-        if _searchable(prompt, params, options):
-            ids = prompt["prompt_token_ids"]
-            prepared = await prompts.aside(partial(self._prepare, prompt))
-        elif _holds_media(prompt) and _is_plain(params, options):
-            prepared = prompts.left_to_vllm(
-                prompt["prompt_token_ids"], self._origin, "it holds images, sound or videos"
-            )
+        if _has_tokens(prompt) and _is_alone(params):
+            cause = _left_because(prompt, params, options)
+            if not cause:
+                ids = prompt["prompt_token_ids"]
+            prepared = await prompts.aside(partial(self._prepare, prompt, cause))
         if prepared is not None:
             client = RecordingClient(self._client, prompts.record(prepared), prompts.records)
             if prepared.ask is not None:
@@ -512,26 +512,39 @@ class SearchingClient:
             if prepared is not None:
                 prompts.note(prepared.notes)
 
-    def _prepare(self, prompt: Mapping[str, Any]) -> Prepared | None:
+    def _prepare(self, prompt: Mapping[str, Any], cause: str) -> Prepared | None:
+        """Search a prompt, or with a cause leave it to vLLM; None if there is nothing to say."""
         ids = prompt["prompt_token_ids"]
-        return self._prompts.prepare(ids, partial(self._locate, prompt), self._origin)
+        if not cause:
+            return self._prompts.prepare(ids, partial(self._locate, prompt), self._origin)
+        if len(ids) < MIN_TEXT_TOKENS and not _holds_media(prompt):
+            return None
+        return self._prompts.left_to_vllm(ids, self._origin, cause)
 
 
-def _searchable(prompt: object, params: RequestParams, options: Mapping[str, object]) -> bool:
-    """Return True if vLLM can serve the request from chunk-caches: one answer to a prompt of text only."""
-    is_text = isinstance(prompt, Mapping) and prompt.get("type") == "token"
-    return is_text and _is_plain(params, options)
+def _has_tokens(prompt: object) -> bool:
+    return isinstance(prompt, Mapping) and prompt.get("type") in ("token", "multimodal")
 
 
-def _holds_media(prompt: object) -> bool:
-    return isinstance(prompt, Mapping) and prompt.get("type") == "multimodal"
+def _holds_media(prompt: Mapping[str, Any]) -> bool:
+    return prompt["type"] == "multimodal"
 
 
-def _is_plain(params: RequestParams, options: Mapping[str, object]) -> bool:
-    """Return True if the request is for one answer of the base model, and no other connector's."""
-    return (
-        getattr(params, "n", 0) == 1
-        and params.prompt_logprobs is None
-        and not (params.extra_args or {}).get("kv_transfer_params")
-        and not options.get("lora_request")
-    )
+def _is_alone(params: RequestParams) -> bool:
+    """Return True for a request that generates text and is no other connector's, whose parameters are its own."""
+    return hasattr(params, "n") and not (params.extra_args or {}).get("kv_transfer_params")
+
+
+def _left_because(
+    prompt: Mapping[str, Any], params: RequestParams, options: Mapping[str, object]
+) -> str:
+    """Return why vLLM computes a request, whatever its text; "" if it may be served from chunk-caches."""
+    if _holds_media(prompt):
+        return "it holds images, sound or videos"
+    if getattr(params, "n", 1) > 1:
+        return "it asks for several answers (n)"
+    if params.prompt_logprobs is not None:
+        return "it asks for log-probabilities of the prompt, so vLLM computes all of it"
+    if options.get("lora_request"):
+        return "it uses a LoRA adapter, with which only documents are reused"
+    return ""

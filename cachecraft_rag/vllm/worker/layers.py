@@ -28,6 +28,7 @@ from cachecraft_rag.model.layer_survey import (
     rotation_form,
     survey_model,
 )
+from cachecraft_rag.vllm.refusals import SINKS_IN_SEVERAL_THREADS
 from cachecraft_rag.vllm.worker.interfaces import Attention, DecoderLayer, SelfAttention
 
 if TYPE_CHECKING:
@@ -305,10 +306,7 @@ def _check_sinks(layers: Sequence[WorkerLayer], device: torch.device) -> None:
     has_sinks = any(layer.settings.sinks is not None for layer in layers)
     has_windows = any(layer.settings.window is not None for layer in layers)
     if has_sinks and has_windows and device.type == "cpu" and torch.get_num_threads() > 1:
-        raise SurveyError(
-            "vLLM's attention on a CPU computes wrong answers with sinks and sliding windows in several threads; "
-            "start it with OMP_NUM_THREADS=1 and VLLM_CPU_OMP_THREADS_BIND=nobind"
-        )
+        raise SurveyError(SINKS_IN_SEVERAL_THREADS.reason, SINKS_IN_SEVERAL_THREADS.advice)
 
 
 def _check_attention(attention: Attention) -> None:

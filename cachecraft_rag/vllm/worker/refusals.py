@@ -6,7 +6,7 @@ from cachecraft_rag.vllm.options import VLLMConfig, VLLMOptions
 from cachecraft_rag.vllm.refusals import Refusal, refusal
 from cachecraft_rag.vllm.worker.interfaces import EngineRequest, KVCacheConfig
 
-_OTHER_MODEL = "Choose another model, or serve this one without reuse (`vllm serve`)"
+OTHER_MODEL = "Choose another model, or serve this one without reuse (`vllm serve`)"
 
 
 def start_up_refusal(config: VLLMConfig, kv_cache_config: KVCacheConfig) -> Refusal | None:
@@ -20,7 +20,7 @@ def start_up_refusal(config: VLLMConfig, kv_cache_config: KVCacheConfig) -> Refu
         return early
     if model.use_mla:
         return Refusal(
-            "its attention is latent (MLA), and vLLM keeps no keys per head", _OTHER_MODEL
+            "its attention is latent (MLA), and vLLM keeps no keys per head", OTHER_MODEL
         )
     return _of_kv_caches(kv_cache_config) or _of_ranks(config)
 
@@ -33,7 +33,7 @@ def _of_kv_caches(kv_cache_config: KVCacheConfig) -> Refusal | None:
         return Refusal(reason, advice)
     kind = type(groups[0].kv_cache_spec).__name__
     if kind != "FullAttentionSpec":
-        return Refusal(f"its KV cache is a {kind}; only full attention is known", _OTHER_MODEL)
+        return Refusal(f"its KV cache is a {kind}; only full attention is known", OTHER_MODEL)
     return None
 
 

@@ -26,12 +26,12 @@ import torch
 from torch import Tensor
 
 from cachecraft_rag.compute.stack import LayerPass, WholeModel, keys_per_row_of
-from cachecraft_rag.errors import UnsupportedModelError
 from cachecraft_rag.kernels.attention_paths import UNMEASURED
 from cachecraft_rag.kernels.memory import Recycler
 from cachecraft_rag.model.attention_choice import measured_paths
 from cachecraft_rag.model.layer_survey import RotaryKind, SurveyError, in_order
 from cachecraft_rag.types.kv_layout import DTypeName, KVLayout
+from cachecraft_rag.vllm.refusals import Refusal
 from cachecraft_rag.vllm.worker.interfaces import VLLMModule
 from cachecraft_rag.vllm.worker.layers import (
     RotaryTable,
@@ -41,6 +41,7 @@ from cachecraft_rag.vllm.worker.layers import (
 )
 from cachecraft_rag.vllm.worker.models import text_part
 from cachecraft_rag.vllm.worker.ranks import OneRank, TensorParallel
+from cachecraft_rag.vllm.worker.refusals import OTHER_MODEL
 from cachecraft_rag.vllm.worker.whole_model import VLLMForward
 
 
@@ -63,9 +64,8 @@ class WorkerStack:
         try:
             self._layers, self._tables, self._kind_of = self._survey_layers()
         except SurveyError as error:
-            raise UnsupportedModelError(
-                f"{type(model).__qualname__} cannot be served from chunk-caches: {error}."
-            ) from error
+            refusal = Refusal(str(error), error.advice or OTHER_MODEL)
+            raise refusal.error(type(model).__qualname__) from error
         attention = self._layers[0].attention
         self.layout = KVLayout(
             layers=len(self._layers),

@@ -422,7 +422,7 @@ class Workers:
         if fill.adapter is None:
             return False
         assert self._adapters is not None, "vLLM has refused it without LoRA"
-        reason = self._adapters.refusal(fill.adapter, fill.ask.prompt.bounds[-1])
+        reason = self._adapters.refusal(fill.adapter, _largest_part(fill))
         if reason:
             self._leave(fill, reason)
         return bool(reason)
@@ -436,7 +436,7 @@ class Workers:
             speed=self._speed,
             whole=self._ranks.size > 1,
             longest_call_s=lambda: self._longest_call_s,
-            most_rows=self._memory.pass_rows,
+            most_rows=self._rows_of_a_pass(fill.adapter),
         )
 
     def _take(self, filling: Filling, act: Callable[[], object]) -> None:
@@ -485,13 +485,18 @@ class Workers:
 
     def _most_rows(self, row_pass: RowPass, adapter: Adapter | None) -> float:
         """Return the most rows that may run together in a forward like that of this pass."""
-        pass_rows = self._memory.pass_rows
+        pass_rows = self._rows_of_a_pass(adapter)
         limits = [math.inf if pass_rows is None else pass_rows]
-        if adapter is not None and self._adapters is not None:
-            limits.append(self._adapters.most_rows)
         if row_pass.at_once is not None and self._stack.whole_model is not None:
             limits.append(self._stack.whole_model.most_rows)
         return min(limits)
+
+    def _rows_of_a_pass(self, adapter: Adapter | None) -> int | None:
+        """Return the most rows of a pass with an adapter, or of the base model; None without a limit."""
+        limits = [] if self._memory.pass_rows is None else [self._memory.pass_rows]
+        if adapter is not None and self._adapters is not None:
+            limits.append(self._adapters.most_rows)
+        return min(limits, default=None)
 
     def _run_layer(self, group: list[Filling]) -> int:
         """Run the next layers of these fillings as one forward pass; return the number of rows, summed over layers."""
@@ -583,3 +588,18 @@ class Workers:
         )
         self._write_back.submit(recorder, keys, context)
         return frozenset(segments[capture.segment].segment_id for capture in recorder.captures)
+
+
+def _largest_part(fill: Fill) -> int:
+    """Return the tokens of the longest segment that no pass may divide, because it is captured; 0 without one."""
+    ask = fill.ask
+    if fill.again:
+        return 0
+    segments = ask.prompt.segments
+    if ask.captures is not None:
+        captured = [segments[index] for index in ask.captures]
+    elif ask.config.capture:
+        captured = [one for one in segments if one.kind != "question" and not one.found]
+    else:
+        captured = []
+    return max((len(segment.token_ids) for segment in captured), default=0)

@@ -62,7 +62,7 @@ class Adapters:
         manager.set_adapter_mapping(_mapping(adapter.number, rows))
 
     def refusal(self, adapter: Adapter, rows: int) -> str:
-        """Return why a prompt of so many rows cannot be filled with an adapter; "" if it can. The same on all ranks."""
+        """Return why a pass of so many rows cannot use an adapter; "" if it can. The same on all ranks."""
         manager = self._manager
         loaded = None
         if manager is not None and adapter.number in manager.lora_index_to_id:
@@ -71,8 +71,8 @@ class Adapters:
             return "its LoRA adapter is not loaded yet, or others have its place (--max-loras)"
         if rows > self.most_rows:
             return (
-                f"it uses a LoRA adapter and has {rows} tokens, and passes with an adapter take {self.most_rows} "
-                "(--max-num-batched-tokens)"
+                f"one of its chunks has {rows} tokens, and a pass with a LoRA adapter takes {self.most_rows}: divide "
+                "documents into shorter chunks, or raise --max-num-batched-tokens"
             )
         used = self._used.get(adapter.number)
         if used is None or used[0]() is not loaded:
