@@ -118,7 +118,7 @@ class _Measured:
         return Ask(prompt, config)
 
     def _fill(self, message: dict[str, object], token_ids: list[int]) -> Fill:
-        from benchmarks.request_costs import fill_of
+        from benchmarks.served_prompt import fill_of
         from cachecraft_rag.vllm.worker.scheduling import Scheduling
 
         scheduling = Scheduling(
