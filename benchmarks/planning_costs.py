@@ -137,7 +137,6 @@ class _Measured:
             store=self._engine.store,
             loader=Loader(self._engine.store, _LAYERS),
             speed=ComputeSpeed(self._stack.keys_per_row),
-            whole=False,
         )
 
 
