@@ -10,18 +10,14 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-import numpy as np
 import torch
 
 from benchmarks import late_device
 from benchmarks.gpu_model import CountedStack
 from benchmarks.late_device import Device
-from benchmarks.request_costs import KEY, Requests, Size, fill_of
+from benchmarks.served_prompt import KEY, Requests, Size, fill_of, serve, store_chunks
 from cachecraft_rag.compute.stack import LayerPass, WholePass
 from cachecraft_rag.store import ChunkCacheStore
-from cachecraft_rag.types.captures import Capture, TokenScores
-from cachecraft_rag.types.variants import VariantKey
-from cachecraft_rag.vllm.messages import Ask, Fill
 from cachecraft_rag.vllm.served_model import ModelIdentity
 from cachecraft_rag.vllm.settings import ConnectorSettings
 from cachecraft_rag.vllm.worker.ranks import OneRank
@@ -137,7 +133,7 @@ def count(size: Size, requests: Requests, folder: Path) -> dict[str, Any]:
         identity = ModelIdentity("2-" + "0" * 32, stack.layout, 1 << 20)
         settings = ConnectorSettings(str(folder), identity, key=KEY)
         with ChunkCacheStore.open(folder, host_bytes=1 << 30) as store:
-            _store_chunks(store, settings, requests.capture)
+            store_chunks(store, settings, requests.capture)
             workers = Workers(stack, store, settings, block_size=_BLOCK)
             scheduling = Scheduling(store, settings, block_size=_BLOCK, prefix_caching=False)
             for name in ("warm-up", "counted"):
@@ -151,7 +147,7 @@ def count(size: Size, requests: Requests, folder: Path) -> dict[str, Any]:
                 message = requests.reuse.message(KEY)
                 token_ids = requests.reuse.prompt.token_ids
                 fill = fill_of(scheduling, message, token_ids, block_size=_BLOCK, name=name)
-                _serve(workers, fill)
+                serve(workers, fill)
                 scheduling.ended({name})
             copies = [call for call in device.copy_calls if call.dtype.is_floating_point]
             figures = {
@@ -167,40 +163,3 @@ def count(size: Size, requests: Requests, folder: Path) -> dict[str, Any]:
             }
             workers.close()
     return figures
-
-
-def _store_chunks(store: ChunkCacheStore, settings: ConnectorSettings, ask: Ask) -> None:
-    """Store a chunk-cache of zeros for each segment before the question."""
-    identity = settings.identity
-    before: tuple[str, ...] = ()
-    for segment in ask.prompt.segments[:-1]:
-        tokens = len(segment.token_ids)
-        scores = np.random.default_rng(tokens).random(tokens, np.float32) if before else None
-        capture = Capture(
-            VariantKey(settings.namespace, identity.fingerprint, segment.segment_id, before),
-            identity.layout,
-            segment.tokens_digest,
-            torch.zeros(identity.layout.shape(tokens)),
-            TokenScores(scores),
-            inter=tuple(0.1 for _ in before),
-            intra=0.5,
-            cci=0.5,
-            exact_share=1.0,
-            primed=True,
-        )
-        store.put(capture).result()
-        before = (*before, segment.segment_id)
-
-
-def _serve(workers: Workers, fill: Fill) -> None:
-    """Fill the request's blocks; raises AssertionError unless its chunks were reused."""
-    workers.step([fill], [], rows=1 << 30)
-    while not (finished := workers.finished()):  # the simulated device takes longer than a step
-        workers.step([], [], rows=1 << 30)
-    assert finished == {fill.request_id}, "there is no other request"
-    result = workers.take_result()
-    assert result is not None
-    report = result.reports[fill.request_id]
-    assert "refused" not in report, report["refused"]
-    outcomes = [segment["outcome"] for segment in report["segments"]]
-    assert set(outcomes[1:-1]) == {"reused"}, outcomes

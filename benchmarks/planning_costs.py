@@ -118,7 +118,7 @@ class _Measured:
         return Ask(prompt, config)
 
     def _fill(self, message: dict[str, object], token_ids: list[int]) -> Fill:
-        from benchmarks.request_costs import fill_of
+        from benchmarks.served_prompt import fill_of
         from cachecraft_rag.vllm.worker.scheduling import Scheduling
 
         scheduling = Scheduling(
@@ -137,7 +137,6 @@ class _Measured:
             store=self._engine.store,
             loader=Loader(self._engine.store, _LAYERS),
             speed=ComputeSpeed(self._stack.keys_per_row),
-            whole=False,
         )
 
 

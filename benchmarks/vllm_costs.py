@@ -16,7 +16,7 @@ from unittest.mock import patch
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.request_costs import KEY, Requests, Size
+from benchmarks.served_prompt import KEY, Requests, Size
 from benchmarks.vllm_families import ENVIRONMENT, byte_tokenizer
 from cachecraft_rag.engine.config import EngineConfig
 from cachecraft_rag.store import StoreConfig

@@ -145,6 +145,7 @@ class OverlappedPrefill:
         self._uncorrected = list(job.reused)  # segments without drift correction so far
         self._late_segments: set[int] = set()
         self._row_layers = 0
+        self._common_depth = 0  # number of first layers that all ranks have loaded, as last agreed
 
         # With a front, whole extents in single layers are too small to be placed one by one.
         if not self._strategy.computes_front:
@@ -173,7 +174,7 @@ class OverlappedPrefill:
             # while a front is computed, readers take whole extents from the end
             self._loads.layer_first = is_last
             piece = self._loads.take(tokens)
-            self._compute_instead(self._stack.ranks.agree(frozenset(self._loads.failed())))
+            self._compute_instead(self._agreed(self._loads.failed()))
             self._compute_instead(piece)
 
             if is_last:
@@ -271,7 +272,7 @@ class OverlappedPrefill:
         if not self._borders(end):
             return
         yield self._wait(WaitCondition("all"))
-        self._compute_instead(self._stack.ranks.agree(frozenset(self._loads.failed())))
+        self._compute_instead(self._agreed(self._loads.failed()))
         resident = self._resident
         self._resident = []
 
@@ -530,11 +531,14 @@ class OverlappedPrefill:
             is_loaded: True if the pass will wait for no loads; ranks may differ.
         """
         model = self._stack.whole_model
-        if model is None or row_pass.layer or (row_pass.has_captures and not model.gives_raw):
+        if model is None or row_pass.layer or len(row_pass.positions) > model.most_rows:
             return False
-        if len(row_pass.positions) > model.most_rows:
-            return False
-        can_run = is_loaded and self._expected_s(row_pass, layers) <= self._longest_call_s()
+        # a rank captures also what it could not load, which another one may have had in memory
+        can_run = (
+            is_loaded
+            and (model.gives_raw or not row_pass.has_captures)
+            and self._expected_s(row_pass, layers) <= self._longest_call_s()
+        )
         return not self._stack.ranks.agree(frozenset(() if can_run else ("layer by layer",)))
 
     def _expected_s(self, row_pass: RowPass, layers: int) -> float:
@@ -561,6 +565,42 @@ class OverlappedPrefill:
 
         Their loading failed, or, with `take_over`, computing is faster; a probe's rows would be computed twice.
         """
+        if self._strategy.computes_front:
+            late = yield from self._loaded_or_taken_over(layer, take_over=take_over)
+        else:
+            late = yield from self._loaded_on_all_ranks(layer)
+        if not late:
+            return np.empty(0, np.int64)
+        self._compute_instead(late)
+        row_pass.update(self._rows)  # stored keys and values of some running rows are missing now
+        return np.setdiff1d(np.asarray(late, np.int64), row_pass.positions)
+
+    def _loaded_on_all_ranks(self, layer: int) -> Generator[Step, bool, list[int]]:
+        """Wait until every rank has loaded `layer`; return the positions whose loading failed on any of them.
+
+        The ranks meet only before a layer that one of them lacked when they last met.
+        """
+        loads = self._loads
+        late: list[int] = []
+        while self._common_depth <= layer:
+            depth = loads.depth()
+            failed = (
+                loads.failed()
+            )  # after the depth, in which an extent that has failed does not count
+            common = self._stack.ranks.least(-1 if failed else depth)
+            if common < 0:
+                late += self._agreed(failed)
+                continue
+            self._common_depth = common
+            if common <= layer:
+                with self._timer("loading"):
+                    yield Wait(loads, lambda: loads.depth() > layer, None, in_pass=True)
+        return late
+
+    def _loaded_or_taken_over(
+        self, layer: int, *, take_over: bool
+    ) -> Generator[Step, bool, list[int]]:
+        """Wait until `layer` is loaded, of one rank; return positions that failed, or are computed faster."""
         loads = self._loads
         late = loads.failed()
         reads = loads.reads
@@ -575,8 +615,6 @@ class OverlappedPrefill:
                 break
 
             late += loads.failed()
-            if not self._strategy.computes_front:
-                continue
             if reads != loads.reads:
                 reads = loads.reads
                 last_progress = time.perf_counter()
@@ -585,12 +623,13 @@ class OverlappedPrefill:
             elif take_over:
                 late += self._take_over(layer, late)
 
-        late += loads.failed()
-        if not late:
-            return np.empty(0, np.int64)
-        self._compute_instead(late)
-        row_pass.update(self._rows)  # stored keys and values of some running rows are missing now
-        return np.setdiff1d(np.asarray(late, np.int64), row_pass.positions)
+        return late + loads.failed()
+
+    def _agreed(self, failed: Iterable[int]) -> list[int]:
+        """Return, ascending, the positions that failed to load on any rank; none of them loads these any more."""
+        everywhere = sorted(self._stack.ranks.agree(frozenset(failed)))
+        self._loads.give_up(everywhere)
+        return everywhere
 
     def _join(self, row_pass: RowPass, late: NDArray[np.int64]) -> Generator[Step, bool, None]:
         """Compute late positions up to the layer that `row_pass` has reached, and add them to its rows."""

@@ -127,6 +127,9 @@ class Ranks(Protocol):
     def agree(self, lost: frozenset[T]) -> frozenset[T]:
         """Return the union of the sets of all ranks, such as of what each could not load; the same on every rank."""
 
+    def least(self, own: int) -> int:
+        """Return the smallest number of all ranks, such as of the layers that each has loaded."""
+
     def lead(self, decision: T) -> T:
         """Return the first rank's decision on every rank, because decisions by time would differ from rank to rank."""
 
@@ -145,6 +148,10 @@ class Alone:
     def agree(self, lost: frozenset[T]) -> frozenset[T]:
         """Return `lost` itself."""
         return lost
+
+    def least(self, own: int) -> int:
+        """Return `own` itself."""
+        return own
 
     def lead(self, decision: T) -> T:
         """Return `decision` itself."""

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.request_costs import Requests, Size
+from benchmarks.served_prompt import Requests, Size
 
 pytestmark = pytest.mark.skipif(
     torch.version.cuda is not None, reason="it simulates a device in place of a real one"

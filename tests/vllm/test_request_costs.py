@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from benchmarks.request_costs import Requests, Size
+from benchmarks.served_prompt import Requests, Size
 from benchmarks.vllm_costs import measure
 
 LAYERS = 4

@@ -441,6 +441,29 @@ class PendingLoads:
             self._has_lost = False
         return positions
 
+    def give_up(self, positions: Iterable[int]) -> None:
+        """Load and place extents with these positions no further, as another rank could not read them.
+
+        Extents that failed here too keep their own reason.
+        """
+        unusable = frozenset(positions)
+        if not unusable:
+            return
+        with self._lock:
+            self._stretches = None
+            for extent in self.extents:
+                if extent.lost is not None or unusable.isdisjoint(extent.positions):
+                    continue
+                if extent.is_open:
+                    self._leave(extent)
+                extent.taken = extent.last - extent.first
+                extent.lost = Unavailable(
+                    extent.stored.variant.variant_id,
+                    LoadFailure.UNREADABLE,
+                    "another rank could not read it",
+                )
+            self._changed.notify_all()
+
     def is_complete(self) -> bool:
         """Return True if no extent is left to be read: each one is loaded, lost or taken."""
         with self._lock:

@@ -40,22 +40,24 @@ class Filling:
         store: ChunkCacheStore,
         loader: Loader,
         speed: ComputeSpeed,
-        whole: bool,
+        layerwise: bool = False,
         longest_call_s: Callable[[], float] | None = None,
         most_rows: int | None = None,
     ) -> None:
         """Make the plan, open the chunk-caches and begin to load them.
 
         Args:
-            whole: True to load everything before computing. Needed with several ranks: they read at different speeds
-                and must run the same passes.
+            layerwise: True to compute nothing that is stored while it loads. Needed with several ranks: they read at
+                different speeds and must run the same passes.
             longest_call_s, most_rows: see `OverlappedPrefill`.
         """
         self.fill = fill
         self._stack = stack
         self._loader = loader
         self._began = time.perf_counter()
-        config = fill.ask.config.with_method(loading="whole") if whole else fill.ask.config
+        config = fill.ask.config
+        if layerwise and config.method.loading == "cake":
+            config = config.with_method(loading="layerwise")
         self._job = resolve(
             fill.ask.prompt,
             fill.found,

@@ -92,7 +92,7 @@ class TensorParallel:
         `failed` are those of this rank. A reason is "" if the request failed because of another rank.
         """
         self._act = _END
-        if not self._meet(bool(failed)):
+        if not self._meet(len(failed)):
             return {}
         everywhere: dict[str, str] = {}
         for reasons in self._gathered(dict(failed)):
@@ -147,17 +147,21 @@ class TensorParallel:
 
     def agree(self, lost: frozenset[T]) -> frozenset[T]:
         """Return the union of what all ranks have lost, such as ids of chunk-caches that could not be read."""
-        return frozenset[T]().union(*self._gathered(lost)) if self._meet(bool(lost)) else lost
+        return frozenset[T]().union(*self._gathered(lost)) if self._meet(len(lost)) else lost
+
+    def least(self, own: int) -> int:
+        """Return the smallest number of all ranks: one meeting, which brings it along."""
+        return -self._meet(-own)
 
     def lead(self, decision: T) -> T:
         """Return the first rank's decision on every rank: what depends on clocks would differ from rank to rank."""
         self._meet()
         return self._gathered(decision)[0]
 
-    def _meet(self, some: bool = False) -> bool:
-        """Wait for the others at the same place of the same act; returns True if `some` is true on any rank."""
+    def _meet(self, own: int = 0) -> int:
+        """Wait for the others at the same place of the same act; returns the greatest `own` of all ranks."""
         while True:
-            place = torch.tensor([self._act, -self._act, int(some)])
+            place = torch.tensor([self._act, -self._act, own])
             try:
                 torch.distributed.all_reduce(
                     place, torch.distributed.ReduceOp.MAX, group=self._meetings
@@ -169,7 +173,7 @@ class TensorParallel:
             furthest = int(place[0])
             last = -int(place[1])
             if furthest == last:
-                return bool(place[2])
+                return int(place[2])
             if self._act < furthest:
                 raise AnotherRankFailedError("it failed on another rank, whose log says why")
 

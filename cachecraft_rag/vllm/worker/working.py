@@ -434,7 +434,7 @@ class Workers:
             store=self._store,
             loader=self._loader,
             speed=self._speed,
-            whole=self._ranks.size > 1,
+            layerwise=self._ranks.size > 1,
             longest_call_s=lambda: self._longest_call_s,
             most_rows=self._rows_of_a_pass(fill.adapter),
         )
@@ -558,7 +558,9 @@ class Workers:
         recorder = result.recorder
         keys = result.buffer.kv[:, 0]
         if isinstance(ranks := self._ranks, TensorParallel):
-            for segment in ranks.agree(recorder.missing):
+            captured = frozenset(capture.segment for capture in recorder.captures)
+            anywhere = ranks.agree(captured)
+            for segment in ranks.agree(anywhere - captured):
                 recorder.forget(segment)
             if recorder.captures:
                 if recorder.needs_keys:
