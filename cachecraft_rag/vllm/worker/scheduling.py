@@ -127,6 +127,9 @@ class Scheduling:
         # busy requests that have asked for blocks since the last step and got none
         self._short: set[str] = set()
         self._fills: list[Fill] = []
+        self._first_tokens: set[str] = (
+            set()
+        )  # filled requests whose first token is not scheduled yet
         # digests of filled prompts, the latest last
         self._filled: OrderedDict[int, None] = OrderedDict()
         self._capturing: frozenset[str] = frozenset()
@@ -346,9 +349,21 @@ class Scheduling:
     def ended(self, names: set[str]) -> None:
         """Note that requests are filled or were given up: their memory for fillings is free, but for their captures."""
         for name in names & self._known.keys():
-            self._known[name].filling = False
+            known = self._known[name]
+            known.filling = False
+            if known.ask is not None and not known.ask.idle:
+                self._first_tokens.add(name)
         for name in names:
             self._budget.give_back(name)
+
+    def computes_first_token(self, scheduled: Collection[str]) -> bool:
+        """Return True if one of the requests that this step computes was filled and waits for its first token.
+
+        Each counts once.
+        """
+        found = self._first_tokens.intersection(scheduled)
+        self._first_tokens -= found
+        return bool(found)
 
     def finished(self, request: EngineRequest) -> dict[str, FillReport] | None:
         """Forget a request, and return `FIELD` → its report, which its answer carries in `kv_transfer_params`.
@@ -359,6 +374,7 @@ class Scheduling:
         """
         self._busy.discard(request.request_id)
         self._short.discard(request.request_id)
+        self._first_tokens.discard(request.request_id)
         self.corrections.finished(request.request_id)
         known = self._known.pop(request.request_id, None)
         if known is None:
