@@ -555,7 +555,7 @@ class OverlappedPrefill:
         self, row_pass: RowPass, layers: int, place: Callable[[int], object]
     ) -> Generator[Step, bool, None]:
         self._row_layers += layers * len(row_pass.positions)
-        row_pass.at_once = AtOnce(layers, place, self._expected_s(row_pass, layers))
+        row_pass.at_once = AtOnce(layers, place)
         yield Forward(row_pass)
 
     def _wait_for_layer(

@@ -57,14 +57,12 @@ class Observer(Protocol):
 class AtOnce:
     """A run of a pass through its first layers in one call of the stack's `whole_model`.
 
-    layers      number of layers; the last one only writes keys and values
-    place       places the chunk-caches of a layer, just before the layer's rows are written
-    expected_s  expected time of the call in seconds, for this pass alone; 0 if it is unknown
+    layers  number of layers; the last one only writes keys and values
+    place   places the chunk-caches of a layer, just before the layer's rows are written
     """
 
     layers: int
     place: Callable[[int], object]
-    expected_s: float = 0.0
 
 
 class RowPass:

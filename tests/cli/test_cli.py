@@ -405,7 +405,9 @@ def test_an_unchanged_folder_is_left_alone(home: Path, cachecraft: Command) -> N
     assert (report["chunks_embedded"], len(report["unchanged"]), report["captured"]) == (0, 2, None)
 
 
-def test_indexing_a_folder_that_is_not_there_leaves_no_files(tmp_path: Path, cachecraft: Command) -> None:
+def test_indexing_a_folder_that_is_not_there_leaves_no_files(
+    tmp_path: Path, cachecraft: Command
+) -> None:
     cachecraft("index", "nowhere", "--embeddings", "no/such-model", cwd=tmp_path, code=2)
     assert not list(tmp_path.iterdir())
 

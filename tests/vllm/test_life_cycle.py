@@ -74,6 +74,7 @@ class Step:
     idle: bool
     wanted: bool
     runs: list[str]
+    rows: int
     finished: set[str] = field(default_factory=set)
     failed_blocks: set[int] = field(default_factory=set)
     result: StepResult | None = None
@@ -145,7 +146,8 @@ class Core:
         fills = self.scheduling.take_fills()
         gone = sorted({*self.finished_ids, *self.scheduling.take_given_up()})
         self.finished_ids = set()
-        return Step(fills, gone, idle, self.scheduling.take_captures_awaited(), runs)
+        rows = 0 if self.scheduling.computes_first_token(runs) else 1
+        return Step(fills, gone, idle, self.scheduling.take_captures_awaited(), runs, rows)
 
     def begin(self, running: Running) -> bool:
         """Ask the connector, and give the request its blocks; returns False if it has to wait."""
@@ -169,7 +171,7 @@ class Core:
         self.workers.step(
             step.fills,
             step.gone,
-            rows=1,
+            rows=step.rows,
             vllm_is_free=not step.runs,
             idle=step.idle,
             captures_awaited=step.wanted,

@@ -243,6 +243,7 @@ def test_a_long_pass_runs_at_once_while_vllm_has_nothing_to_compute(
     run(workers, [fill_of(scheduling, ask, "first")])  # the speed is known from now on
     scheduling.ended({"first"})
     monkeypatch.setattr(working, "LONGEST_CALL_S", 0.0)
+    monkeypatch.setattr(working, "_IDLE_SLICE_S", 0.0)
     model.runs.clear()
     fills = [fill_of(scheduling, ask_of(engine, [0, 2, 1], method={"selector": "cache_craft"}))]
     run(workers, fills, vllm_is_free=vllm_is_free, idle=idle)

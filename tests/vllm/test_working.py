@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -17,6 +18,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from cachecraft_rag.compute.balance.speed import ComputeSpeed
+from cachecraft_rag.compute.captures.capture import AttentionAccumulator
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.kernels.memory import Recycler
 from cachecraft_rag.model.decoder import Decoder
@@ -33,7 +36,7 @@ from cachecraft_rag.types.prompts import Prompt, Segment
 from cachecraft_rag.vllm.messages import FIELD, Ask, Fill, StepResult
 from cachecraft_rag.vllm.served_model import ModelIdentity
 from cachecraft_rag.vllm.settings import ConnectorSettings
-from cachecraft_rag.vllm.worker import filling, working
+from cachecraft_rag.vllm.worker import filling, slices, working
 from cachecraft_rag.vllm.worker import scheduling as scheduling_module
 from cachecraft_rag.vllm.worker.fill_memory import FillMemory
 from cachecraft_rag.vllm.worker.filling import Filling
@@ -353,6 +356,98 @@ def test_a_step_ends_after_a_slow_layer_with_one_rank_and_with_several(
     assert layers_of_steps == [1] * stack.decoder.layout.layers
 
 
+class Clock:
+    """Stands for the module `time`; it goes on by itself only where a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+@pytest.mark.parametrize("ranks", [OneRank(), TwoRanks()])
+@pytest.mark.parametrize(("own_s", "layers_of_a_step"), [(0.01, 1), (0.025, 2), (0.045, 4)])
+def test_fillings_take_eight_times_as_long_as_a_step_of_vllms_own(
+    own_s: float,
+    layers_of_a_step: int,
+    ranks: OneRank,
+    engine: Engine,
+    scheduling: Scheduling,
+    stack: BlockStack,
+    settings: ConnectorSettings,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Steps in which prompts are filled tell nothing: on a GPU vLLM waits for the filling."""
+    clock = Clock()
+    for module in (working, slices):
+        monkeypatch.setattr(module, "time", clock)
+    stack.ranks = ranks
+    run_layer = BlockStack.layer
+
+    def slow_layer(*given: Any, **how: Any) -> Tensor:
+        clock.now += 0.101
+        return run_layer(*given, **how)
+
+    monkeypatch.setattr(BlockStack, "layer", slow_layer)
+    made = Workers(stack, engine.store, settings, block_size=BLOCK)  # type: ignore[arg-type]
+    for _ in range(5):
+        made.step([], [], rows=10_000, idle=False)
+        clock.now += own_s
+    fills = [fill_of(scheduling, ask_of(engine, [2, 1, 0], reuse=False))]
+    layers = stack.decoder.layout.layers
+    steps = []
+    while not made.finished():
+        before = len(stack.forwards)
+        made.step(fills, [], rows=10_000, idle=False)
+        steps.append(len(stack.forwards) - before)
+        fills = []
+        clock.now += 5.0
+    made.close()
+    assert steps[0] == min(layers_of_a_step, layers)
+    assert len(steps) == -(-layers // layers_of_a_step)
+
+
+def test_long_prompts_are_filled_one_after_the_other(
+    engine: Engine,
+    scheduling: Scheduling,
+    workers: Workers,
+    stack: BlockStack,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Together they would all end as late as the last one."""
+    monkeypatch.setattr(ComputeSpeed, "known", True)
+    monkeypatch.setattr(ComputeSpeed, "seconds", lambda *_: 0.2)
+    fills = [
+        fill_of(scheduling, ask_of(engine, order, reuse=False), name, first_block=first)
+        for name, first, order in (("first", 0, [0, 2, 1]), ("second", 20, [1, 0, 2]))
+    ]
+    stack.forwards.clear()
+    workers.step(fills, [], rows=1)
+    done_after = {}
+    while len(done_after) < 2:
+        workers.step([], [], rows=1)  # one layer
+        done_after |= dict.fromkeys(workers.finished(), len(stack.forwards))
+    layers = stack.decoder.layout.layers
+    assert done_after == {"first": layers, "second": 2 * layers}
+
+
+def test_a_step_without_rows_begins_fillings_and_computes_nothing(
+    engine: Engine, scheduling: Scheduling, workers: Workers, stack: BlockStack
+) -> None:
+    """So is the step that computes the first token of a filled request."""
+    fill = fill_of(scheduling, ask_of(engine, [2, 1, 0], reuse=False), "r")
+    stack.forwards.clear()
+    workers.step([fill], [], rows=0, idle=False)
+    assert stack.forwards == []
+    assert workers.is_filling
+    run(workers, [fill])
+    scheduling.ended({"r"})
+    assert not scheduling.computes_first_token(["another"])
+    assert scheduling.computes_first_token(["r", "another"])
+    assert not scheduling.computes_first_token(["r", "another"])
+
+
 def test_a_local_hit_is_not_written_over(
     engine: Engine, scheduling: Scheduling, workers: Workers, stack: BlockStack
 ) -> None:
@@ -609,6 +704,48 @@ def test_descriptions_rest_while_requests_are_computed_until_one_waits_for_them(
         assert scheduling.take_captures_awaited()
         made.step([], [], rows=0, idle=False, captures_awaited=True)
         assert made._write_back.wait_for(made._write_back.pending(), 60)
+        made.close()
+
+
+def test_descriptions_wait_until_no_prompt_is_filled(
+    decoder: Decoder,
+    tmp_path: Path,
+    stack: BlockStack,
+    settings: ConnectorSettings,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(working, "_RESTS", 0)
+    while_filling: list[bool] = []  # of each part
+    second_part = threading.Event()
+    add_layer = AttentionAccumulator.add_layer
+
+    with (
+        ChunkCacheStore.open(tmp_path / "empty") as store,
+        Engine(decoder, store, config=CONFIG) as engine,
+    ):
+        made = Workers(stack, store, settings, block_size=BLOCK)  # type: ignore[arg-type]
+
+        def noted(accumulator: AttentionAccumulator, layer: int, keys: Tensor) -> None:
+            if while_filling:
+                second_part.set()
+            while_filling.append(made.is_filling)
+            add_layer(accumulator, layer, keys)
+
+        monkeypatch.setattr(AttentionAccumulator, "add_layer", noted)
+        scheduling = Scheduling(store, settings, block_size=BLOCK, prefix_caching=True)
+        capturing = replace(ask_of(engine, [0, 2, 1], capture=True), captures=None)
+        short = fill_of(scheduling, capturing, "captures")
+        long = fill_of(scheduling, ask_of(engine, [1, 2], reuse=False), "long", first_block=20)
+        made.step([short], [], rows=1, idle=False)
+        made.step([long], [], rows=1, idle=False)
+        while "captures" not in made.finished():
+            made.step([], [], rows=1, idle=False)
+        assert made.is_filling
+        second_part.wait(0.5)  # it does not begin, however long this waits
+        while made.is_filling:
+            made.step([], [], rows=1, idle=False)
+        assert second_part.wait(60)
+        assert sum(while_filling) <= 1  # the part that had begun, or the first
         made.close()
 
 

@@ -189,8 +189,9 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Return the work of this step, a `StepWork`, with as many rows as vLLM's own requests leave.
 
-        There are at least `ConnectorSettings.least_rows` rows, and exactly as many while the server is idle. Each
-        filling is handed out once. `ended` has the requests that have ended and those to be given up, in order of their
+        There are at least `ConnectorSettings.least_rows` rows, and exactly as many while the server is idle; but none
+        in the step that computes a filled request's first token, which other fillings would delay. Each filling is
+        handed out once. `ended` has the requests that have ended and those to be given up, in order of their
         ids. Exceptions are not caught, and end vLLM.
         """
         scheduled = int(scheduler_output.total_num_scheduled_tokens)
@@ -203,6 +204,8 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
         if idle:
             # a request that arrives now waits for the end of this step
             rows = self._settings.least_rows
+        if scheduling.computes_first_token(scheduler_output.num_scheduled_tokens.keys()):
+            rows = 0
         ended = sorted({*scheduler_output.finished_req_ids, *scheduling.take_given_up()})
         return StepWork(
             fills, ended, rows, scheduled == 0, idle, scheduling.take_captures_awaited()

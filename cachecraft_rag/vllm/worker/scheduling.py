@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -141,6 +141,8 @@ class Scheduling:
         # busy requests that have asked for blocks since the last step and got none
         self._short: set[str] = set()
         self._fills: list[Fill] = []
+        # filled requests whose first token is not scheduled yet
+        self._first_tokens: set[str] = set()
         # digests of filled prompts, the latest last
         self._filled: OrderedDict[int, None] = OrderedDict()
         self._capturing: frozenset[str] = frozenset()  # segments, as last reported by the workers
@@ -359,10 +361,22 @@ class Scheduling:
     def ended(self, names: set[str]) -> None:
         """Note that requests are filled or were given up: their memory for fillings is free, but for their captures."""
         for name in names & self._known.keys():
-            self._known[name].filling = False
-            self._known[name].computes_no_longer()
+            known = self._known[name]
+            known.filling = False
+            known.computes_no_longer()
+            if known.ask is not None and not known.ask.idle:
+                self._first_tokens.add(name)
         for name in names:
             self._budget.give_back(name)
+
+    def computes_first_token(self, scheduled: Collection[str]) -> bool:
+        """Return True if one of the requests that this step computes was filled and waits for its first token.
+
+        Each counts once.
+        """
+        found = self._first_tokens.intersection(scheduled)
+        self._first_tokens -= found
+        return bool(found)
 
     def finished(self, request: EngineRequest) -> dict[str, FillReport] | None:
         """Forget a request, and return `FIELD` → its report, which its answer carries in `kv_transfer_params`.
@@ -373,6 +387,7 @@ class Scheduling:
         """
         self._busy.discard(request.request_id)
         self._short.discard(request.request_id)
+        self._first_tokens.discard(request.request_id)
         self.corrections.finished(request.request_id)
         known = self._known.pop(request.request_id, None)
         if known is None:

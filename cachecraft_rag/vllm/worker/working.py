@@ -36,6 +36,7 @@ from cachecraft_rag.vllm.settings import ConnectorSettings
 from cachecraft_rag.vllm.worker.fill_memory import UNLIMITED, FillMemory
 from cachecraft_rag.vllm.worker.filling import Filling
 from cachecraft_rag.vllm.worker.ranks import AnotherRankFailedError, RanksApartError, TensorParallel
+from cachecraft_rag.vllm.worker.slices import Slices
 from cachecraft_rag.vllm.worker.stack import WorkerStack
 from cachecraft_rag.vllm.worker.whole_model import check_raw_keys, check_whole_model
 
@@ -44,13 +45,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("cachecraft_rag.vllm")
 
-# Time per step after which filling stops. At least one layer of a group of passes is computed, or all layers in one
-# call. That is expected to take at most `LONGEST_CALL_S`, unless vLLM has nothing to compute: as many rows of vLLM's
-# prefill take as long in one step. A step costs vLLM some milliseconds, and a request that arrives waits for its end.
-_SLICE_S = 0.05  # while vLLM's own requests wait for the step
+# Time per step after which filling stops, unless vLLM has requests to compute: see `slices`. At least one layer of a
+# group of passes is computed, or all layers in one call. That is expected to take at most `LONGEST_CALL_S` or such a
+# slice, unless vLLM has nothing to compute: as many rows of vLLM's prefill take as long in one step.
+_IDLE_SLICE_S = 0.05  # while nobody waits: a request that arrives waits for its end
 _LONG_SLICE_S = 0.25  # while vLLM has nothing to compute
-# while requests run, the thread that describes captures pauses this many times as long as it worked
+# while requests run, the thread that describes captures pauses this many times as long as it worked, and at least this
+# long
 _RESTS = 4
+_SHORTEST_REST_S = 0.02
 
 
 @dataclass(frozen=True)
@@ -116,7 +119,9 @@ class Workers:
         self._layer_by_layer = ""  # reason why passes do not run at once
         self._captures_layer_by_layer = ""  # reason why those with captures do not
         self._last_position = settings.identity.context_length - 1
+        self._slices = Slices()
         self._longest_call_s = LONGEST_CALL_S  # of this step
+        self._has_run = False  # layers in this step
         self._ranks = stack.ranks
         self.first_rank = stack.ranks.rank == 0
         self._speed = ComputeSpeed(stack.keys_per_row)
@@ -154,9 +159,10 @@ class Workers:
     ) -> None:
         """Begin new fillings, drop those in `ended`, and compute up to `rows` rows through all layers.
 
-        It stops earlier after 0.05 seconds, or after 0.25 seconds if `vllm_is_free` and not `idle`; several ranks stop
-        together, once one is over that time. At least one layer is computed if a filling is ready, or all layers in one
-        call. Finished fillings are written into vLLM's blocks, and their captures are described in the background.
+        It stops earlier after the time of `Slices.seconds`, after 0.25 seconds if `vllm_is_free`, and after 0.05
+        seconds if `idle`; several ranks stop together, once one is over that time. At least one layer is computed if
+        there are rows and a filling is ready, or all layers in one call. Finished fillings are written into vLLM's
+        blocks, and their captures are described in the background.
 
         An exception is logged, and vLLM computes the prompts that it concerns, see `failed_blocks`. A step that fails
         as a whole leaves all prompts that are being filled to vLLM. Later prompts too if several ranks do not meet
@@ -170,14 +176,17 @@ class Workers:
             idle: True if no requests are running, so that new variants may be computed.
             captures_awaited: True if a request waits for captures, which are then described without pauses.
         """
+        self._slices.begin()
         new = {fill.request_id: fill for fill in fills}
+        slice_s = self._slice_s(vllm_is_free=vllm_is_free, idle=idle)
         has_time = vllm_is_free and not idle
-        self._longest_call_s = math.inf if has_time else LONGEST_CALL_S
+        self._longest_call_s = math.inf if has_time else max(LONGEST_CALL_S, slice_s)
+        self._has_run = False
         ended = list(ended)
         has_work = bool(new or ended or self._fillings)  # the same on all ranks
         if not self._broken:
             try:
-                self._step(new, ended, rows, _LONG_SLICE_S if has_time else _SLICE_S, idle)
+                self._step(new, ended, rows, slice_s, idle)
                 if has_work:
                     self._ranks.end_step()
             # Whatever it is: inside vLLM it would end the server. No single request caused it, so all are left to vLLM.
@@ -194,6 +203,13 @@ class Workers:
             self._describe_at_once.set()
         else:
             self._describe_at_once.clear()
+        self._slices.end(is_own=not (vllm_is_free or self._has_run))
+
+    def _slice_s(self, *, vllm_is_free: bool, idle: bool) -> float:
+        """Return the time after which this step's filling stops, in seconds."""
+        if idle:
+            return _IDLE_SLICE_S
+        return _LONG_SLICE_S if vllm_is_free else self._slices.seconds(otherwise=LONGEST_CALL_S)
 
     def _meet_again(self) -> None:
         """Meet the other ranks after a failed step: they may have stopped at different places."""
@@ -330,12 +346,17 @@ class Workers:
 
     @contextmanager
     def _turn_and_rest(self) -> Iterator[None]:
-        """Hold the lock for one part of a description, then pause so that requests can use the device."""
+        """Hold the lock for one part of a description, then pause so that requests can use the device.
+
+        It pauses as long as prompts are filled, whose requests wait for their first token.
+        """
         with self._turn():
             began = time.perf_counter()
             yield
             spent = time.perf_counter() - began
-        self._describe_at_once.wait(_RESTS * spent)
+        rest_s = max(_RESTS * spent, _SHORTEST_REST_S)
+        while not self._describe_at_once.wait(rest_s) and self._fillings:
+            pass
 
     def _describe(self, steps: Work[object], ended: Ended) -> None:
         """Describe a capture in a thread that alternates with the steps."""
@@ -455,8 +476,10 @@ class Workers:
     def _group(self, idle: bool) -> list[Filling]:
         """Return the first filling that can compute, and all others that run the same layers next.
 
-        New variants are included only if `idle`. Others join while their rows fit the reserved memory of a GPU and,
-        in one call for all layers, the rows and the time of such a call.
+        New variants are included only if `idle`. Others join while their rows fit the reserved memory of a GPU and, in
+        one call for all layers, the rows of such a call; and while all together are expected to pass the layers in
+        `LONGEST_CALL_S`. Longer passes would all end late: one after the other, the first ends sooner and the last no
+        later.
         """
         group: list[Filling] = []
         first: RowPass | None = None
@@ -467,7 +490,7 @@ class Workers:
             if row_pass is None or (filling.fill.ask.waits and not idle):
                 continue
             joint_rows = rows + len(row_pass.positions)
-            joint_s = expected_s + (row_pass.at_once.expected_s if row_pass.at_once else 0.0)
+            joint_s = expected_s + self._expected_s(row_pass)
             adapter = filling.fill.adapter
             if first is None:
                 first = row_pass
@@ -475,13 +498,19 @@ class Workers:
                 not row_pass.runs_with(first)
                 or adapter != group[0].fill.adapter
                 or joint_rows > self._most_rows(first, adapter)
-                or self._any_rank(joint_s > self._longest_call_s)
+                or self._any_rank(joint_s > LONGEST_CALL_S)
             ):
                 continue
             group.append(filling)
             rows = joint_rows
             expected_s = joint_s
         return group
+
+    def _expected_s(self, row_pass: RowPass) -> float:
+        """Return how long these rows are expected to take through all layers; 0 if no pass was measured yet."""
+        if not self._speed.known:
+            return 0.0
+        return self._speed.seconds(self._speed.rows(row_pass.positions))
 
     def _most_rows(self, row_pass: RowPass, adapter: Adapter | None) -> float:
         """Return the most rows that may run together in a forward like that of this pass."""
@@ -500,6 +529,7 @@ class Workers:
 
     def _run_layer(self, group: list[Filling]) -> int:
         """Run the next layers of these fillings as one forward pass; return the number of rows, summed over layers."""
+        self._has_run = True
         passes = [filling.row_pass for filling in group if filling.row_pass is not None]
         for filling in group:
             filling.begin_layer()
