@@ -527,7 +527,7 @@ def _has_tokens(prompt: object) -> bool:
 
 
 def _holds_media(prompt: Mapping[str, Any]) -> bool:
-    return prompt["type"] == "multimodal"
+    return bool(prompt["type"] == "multimodal")
 
 
 def _is_alone(params: RequestParams) -> bool:
