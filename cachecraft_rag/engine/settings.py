@@ -2,7 +2,8 @@
 
 A setting is a field of a dataclass that checks it: `Application`, `EngineConfig`, `StoreConfig`, `SamplingParams`, or
 one of `_TABLES`, such as `ReuseConfig` in the table `[reuse]`. The field gives key, flag, default and help, so a new
-setting is a field with its check and its line in the class's docstring. The variable of `disk_bytes` is
+setting is a field with its check and its line in the class's docstring, a name in `_PANELS` of `cli/options.py`, and
+another value in `OTHERS` of `tests/vllm/test_settings.py`. The variable of `disk_bytes` is
 `CACHECRAFT_DISK_BYTES`, that of `url` in `[remote]` `CACHECRAFT_REMOTE_URL`.
 
 Rejected: pydantic-settings. It would check every value a second time, it records neither the origin of a value nor

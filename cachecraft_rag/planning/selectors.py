@@ -2,7 +2,9 @@
 
 A selector is a pure function from facts about a chunk-cache to a score for each of its tokens. The tokens with the
 highest scores are recomputed, as many as the budget allows. To add a selector, write a function from `TokenFacts` to
-scores and register it in `SELECTORS` as a `Selector`; `tests/planning/test_selectors.py` draws from all names.
+scores and register it in `SELECTORS` as a `Selector`; `tests/planning/test_selectors.py` draws from all names. It does
+not know the budget: a fact that it lacks becomes a field of `TokenFacts`, filled in `planner.with_selection` and in
+`tests/planning/test_arrays.py`. What was tried and lost is in docs/decisions/choosing-tokens.md.
 `ReuseMethod.selector` of `planning.config` then accepts the name, and so do flag, environment and file.
 """
 

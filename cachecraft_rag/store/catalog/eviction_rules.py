@@ -11,8 +11,11 @@ The store applies its rules to every row when it is opened, and then at most eve
 background, when it writes captures or uses; other writes wait for the end of the run. An error that a rule raises then
 is logged, and the run evicts nothing; at the opening it is raised. A chunk-cache that a rule evicts leaves the disk and
 this process's memory, and counts as `EvictionReason.RULE`; copies on a remote stay. A read-only store applies no rules.
-To make a rule a setting, add a field and its check to `StoreConfig`, the rule to those of `ChunkCacheStore.__init__`,
-and the name to `ENGINE_KEYS` in `cli/options.py`.
+A chunk-cache that was never used has `last_used == created`; a remote's copy has the time of its capture.
+
+To make a rule a setting, add a field and its check to `StoreConfig`, after those that are saved with the store, the
+rule to those of `ChunkCacheStore.__init__`, the name to `ENGINE_KEYS` and `_PANELS` in `cli/options.py`, and a row to
+docs/guides/tuning.md.
 """
 
 from __future__ import annotations

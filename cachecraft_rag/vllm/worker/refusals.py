@@ -53,8 +53,12 @@ def request_refusal(request: EngineRequest, *, is_audit: bool = False) -> str:
     Requests of this package pass here as well: of the self-check, of priming, and of audits. `is_audit` is True if the
     request asks for `idle.audits.KEPT` log-probabilities of tokens that are not filled, which is no reason then.
 
+    Answers that are audited, and the self-check, ask for log-probabilities themselves, and `is_audit` is False for
+    them: a reason that reads sampling must tell them from a client's.
+
     A new reason is a sentence here and under "Per request" in docs/reference/vllm.md. What it reads of vLLM's request
-    is declared in `interfaces`, and in `USES` of `benchmarks/vllm_contract.py`.
+    is declared in `interfaces`, in `USES` of `benchmarks/vllm_contract.py`, and in the stand-ins of `request_of` in
+    `tests/vllm/test_working.py` and of `benchmarks/request_costs.py`.
     """
     sampling = request.sampling_params
     if sampling is None:
