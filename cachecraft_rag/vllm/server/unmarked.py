@@ -524,7 +524,7 @@ def _has_tokens(prompt: object) -> bool:
     return isinstance(prompt, Mapping) and prompt.get("type") in ("token", "multimodal")
 
 
-def _holds_media(prompt: Mapping[str, Any]) -> bool:
+def _holds_media(prompt: Mapping[str, object]) -> bool:
     return prompt["type"] == "multimodal"
 
 
