@@ -34,6 +34,7 @@ TOLERANCE = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.3}
 CACHE_TOLERANCE = {"fp8_e4m3": 0.5, "fp8_e5m2": 1.0}
 # Fraction of `CACHE_TOLERANCE` allowed between our passes and reuse: both are rounded, few numbers differently.
 _BOTH_ROUNDED = 0.1
+_MISSING = "a token that is likely there is not among the likeliest here"
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,8 @@ def self_check(
             _difference(prediction, token, logprob, is_rounded=bool(rounding))
             for token, logprob in reference.items()
         ]
-        flaw = _flaw(what, prediction, wanted, differences, tolerance)
+        named = "vLLM's own" if reference is plain else "those computed by our passes"
+        flaw = _flaw(what, prediction, wanted, differences, tolerance, reference=named)
         if flaw:
             raise UnsupportedModelError(
                 f"{name} cannot be served from chunk-caches in this vLLM: in a self-check on {tokens} tokens, {flaw}; "
@@ -177,16 +179,29 @@ def self_check(
 
 
 def _flaw(
-    what: str, prediction: Predicted, wanted: int, differences: Sequence[float], tolerance: float
+    what: str,
+    prediction: Predicted,
+    wanted: int,
+    differences: Sequence[float],
+    tolerance: float,
+    *,
+    reference: str,
 ) -> str:
-    """Return why a prediction is not the expected one; "" if it is. `wanted` tokens should come from chunk-caches."""
+    """Return why a prediction is not the expected one; "" if it is.
+
+    `wanted` tokens should come from chunk-caches; `reference` names the log-probabilities that it was compared with.
+    """
     if prediction.refused or prediction.taken != wanted:
         why = prediction.refused or f"{prediction.taken} of {wanted} tokens came from chunk-caches"
         return f"nothing was {what}: {why}"
     # Not max(differences): it ignores a NaN that is not the first value.
     if all(difference <= tolerance for difference in differences):
         return ""
-    return f"the log-probabilities {what} differ from vLLM's own by up to {max(differences):.3g}"
+    differ = f"the log-probabilities {what} differ from {reference}"
+    if any(map(math.isnan, differences)):
+        return f"{differ}: some are not a number"
+    largest = max(differences)
+    return f"{differ} by up to {largest:.3g}" if largest < math.inf else f"{differ}: {_MISSING}"
 
 
 def _difference(prediction: Predicted, token: int, logprob: float, *, is_rounded: bool) -> float:

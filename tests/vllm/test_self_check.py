@@ -100,6 +100,26 @@ def test_caches_in_fp8_have_room_for_rounding_and_reuse_must_be_close_to_our_pas
         check(rounded, PLAIN, cache_dtype="fp8_e4m3")
 
 
+@pytest.mark.parametrize(
+    ("wrong", "cache_dtype", "says"),
+    [
+        ({5: -0.9, 9: -1.5}, "", "reused from chunk-caches differ from vLLM's own by up to 0.4;"),
+        ({5: -0.9, 9: -1.5}, "fp8_e4m3", "differ from those computed by our passes by up to 0.4;"),
+        ({5: -0.5}, "", "differ from vLLM's own: a token that is likely there is not among the"),
+        ({}, "fp8_e4m3", "computed by our passes: a token that is likely there is not among the"),
+        ({5: float("nan")}, "fp8_e4m3", "computed by our passes: some are not a number;"),
+    ],
+)
+def test_the_reason_names_what_was_compared_and_gives_no_infinite_number(
+    wrong: Mapping[int, float], cache_dtype: str, says: str, check: Check
+) -> None:
+    with pytest.raises(UnsupportedModelError) as refused:
+        check(reused=wrong, cache_dtype=cache_dtype)
+    assert says in str(refused.value)
+    assert "inf" not in str(refused.value)
+    assert "nan" not in str(refused.value)
+
+
 def test_predictions_of_nan_are_refused_whatever_their_tokens(check: Check) -> None:
     nan = {7: float("nan"), 8: float("nan")}
     with pytest.raises(UnsupportedModelError, match="computed by our passes differ"):

@@ -130,9 +130,13 @@ def test_a_proxy_may_pass_a_path_below_its_own_on(root: str) -> None:
     settings = EndpointSettings(tenant_header=HEADER)
     app.state.cachecraft = SimpleNamespace(engine=SimpleNamespace(settings=settings))
     app.add_middleware(OtherRoutes)
-    for path in ("/v1/chat/completions", "/v1/messages"):
+    closed = ("/v1/messages", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")
+    for path in ("/v1/chat/completions", *closed):
         app.add_api_route(path, lambda: "served", methods=["POST"])
     client = TestClient(app)
     for prefix in {"", root}:
         assert client.post(f"{prefix}/v1/chat/completions").status_code == 200, prefix
-        assert client.post(f"{prefix}/v1/messages").status_code == 403, prefix
+        for path in closed:
+            refused = client.post(f"{prefix}{path}")
+            assert refused.status_code == 403, prefix
+            assert "--lora-modules" in refused.json()["error"]["message"]

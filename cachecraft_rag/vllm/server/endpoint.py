@@ -208,7 +208,8 @@ class OtherRoutes:
                 await self._app(scope, receive, send)
             return
         message = (
-            f"{scope['path']} does not keep tenants apart ({header}): use /v1/chat/completions"
+            f"{scope['path']} does not keep tenants apart ({header}): send requests to "
+            "/v1/chat/completions, and name LoRA adapters when the server starts (--lora-modules)"
         )
         refusal = JSONResponse({"error": {"message": message, "code": 403}}, status_code=403)
         await refusal(scope, receive, send)

@@ -526,8 +526,8 @@ def _has_tokens(prompt: object) -> bool:
     return isinstance(prompt, Mapping) and prompt.get("type") in ("token", "multimodal")
 
 
-def _holds_media(prompt: Mapping[str, Any]) -> bool:
-    return bool(prompt["type"] == "multimodal")
+def _holds_media(prompt: Mapping[str, object]) -> bool:
+    return prompt["type"] == "multimodal"
 
 
 def _is_alone(params: RequestParams) -> bool:
