@@ -30,11 +30,11 @@ from cachecraft_rag.serving.audits.auditor import Auditor
 from cachecraft_rag.serving.audits.predictions import Predictions
 from cachecraft_rag.serving.chunks_in_progress import (
     ChunksInProgress,
-    FutureCaptures,
-    FutureVariant,
+    ExpectedCaptures,
+    ExpectedVariant,
     Owner,
     WantedChunks,
-    future_variants,
+    expected_variants,
 )
 from cachecraft_rag.serving.loop.step_loop import StepLoop
 from cachecraft_rag.serving.loop.task import LoopTask, Priority
@@ -92,7 +92,11 @@ class Answering:
     # -- up to the first token ----------------------------------------------------------------------------------------
 
     def prefill(
-        self, task: LoopTask, request: Request, progress: RequestProgress, captures: FutureCaptures
+        self,
+        task: LoopTask,
+        request: Request,
+        progress: RequestProgress,
+        captures: ExpectedCaptures,
     ) -> Work[tuple[Tensor, KVBuffer]]:
         """Wait for the turn, plan, and prefill while what is not in memory is being loaded.
 
@@ -142,7 +146,9 @@ class Answering:
 
             if request.config.capture:
                 captures.owner = _owner(request)
-                captures.variants = future_variants(request.prompt, progress.plan, request.session)
+                captures.variants = expected_variants(
+                    request.prompt, progress.plan, request.session
+                )
                 self._in_progress.announce(captures)
             return (yield from self._compute(task, request, progress, loading, captures))
         except BaseException:  # an answer that is closed too: its captures will not be made
@@ -233,7 +239,7 @@ class Answering:
         request: Request,
         progress: RequestProgress,
         loading: LoadingJob,
-        captures: FutureCaptures,
+        captures: ExpectedCaptures,
     ) -> Work[tuple[Tensor, KVBuffer]]:
         job, loads = loading
         task.loads = loads
@@ -286,7 +292,7 @@ class Answering:
         for an answer that ended or was closed by its reader. Failures of these are logged. While the queue is full, the
         answer waits for its reader.
         """
-        captures = FutureCaptures()
+        captures = ExpectedCaptures()
         predictions = self.auditor.recorder(request)
         logits, buffer = yield from self.prefill(task, request, progress, captures)
         try:
@@ -316,7 +322,7 @@ class Answering:
         Returns the answer's text, and logits float32 `[target, vocabulary]`: the prediction before each target token.
         `target` has 1 to `request.sampling.max_new_tokens` tokens of the model, which are not checked.
         """
-        captures = FutureCaptures()
+        captures = ExpectedCaptures()
         queue = TokenQueue(bounded=False)
         prompt_logits, buffer = yield from self.prefill(task, request, progress, captures)
         try:
@@ -390,7 +396,7 @@ class Answering:
         return torch.cat((prompt_logits[None], self.decoder.logits(hidden)))
 
     def _finish(
-        self, request: Request, progress: RequestProgress, captures: FutureCaptures
+        self, request: Request, progress: RequestProgress, captures: ExpectedCaptures
     ) -> None:
         """Count the uses of variants and hand over the captures."""
         config = request.config
@@ -455,7 +461,9 @@ def _wanted(request: Request) -> WantedChunks:
     """Return the chunk-caches that a request would use: none without reuse."""
     segments = request.prompt.segments[:-1] if request.config.reuse else ()
     ids = tuple(segment.segment_id for segment in segments)
-    variants = [FutureVariant(name, ids[:index], request.session) for index, name in enumerate(ids)]
+    variants = [
+        ExpectedVariant(name, ids[:index], request.session) for index, name in enumerate(ids)
+    ]
     return WantedChunks(_owner(request), variants, request.config.method.scope)
 
 

@@ -4,11 +4,11 @@ A chunk-cache in progress is
 
 computed   by a request that has announced it
 held back  by that request until its answer ends or another request wants it; only in this process
-captured   described and stored; the queue of captures says which segments are
+captured   described and stored; `CaptureDescriber` says which segments are
 
 A request with reuse waits while a chunk-cache that it wants is in progress, if it may use it: same tenant, same LoRA
-adapter, a session and an origin prefix that fit (`FutureVariant.serves`). For others it does not wait: its time to the
-first token would reveal what they have sent. The wait ends once the chunk-cache is stored or dropped, or the other
+adapter, a session and an origin prefix that fit (`ExpectedVariant.serves`). For others it does not wait: its time to
+the first token would reveal what they have sent. The wait ends once the chunk-cache is stored or dropped, or the other
 request fails, is aborted or gives up. Then the request looks up again, and computes what it still lacks.
 
 Work in idle time may be given up at any moment, so its chunk-caches are waited for only while they are captured.
@@ -31,21 +31,21 @@ Owner = tuple[str, Hashable | None]
 
 
 @dataclass(frozen=True, slots=True)
-class FutureVariant:
+class ExpectedVariant:
     """A chunk-cache that will be captured: its chunk, its origin prefix, and its session (None: shared)."""
 
     segment_id: str
     origin_prefix: tuple[str, ...]
     session: str | None
 
-    def serves(self, wanted: FutureVariant, scope: Scope) -> bool:
+    def serves(self, wanted: ExpectedVariant, scope: Scope) -> bool:
         """Return True if it may be used in place of `wanted`.
 
         It must be of the same chunk, be shared or of the same session, and have an origin prefix that `scope` allows:
         any for "anywhere", one of the same segments in any order for "set", the same for "prefix".
 
-        >>> shared = FutureVariant("c", ("system", "a"), None)
-        >>> private = FutureVariant("c", ("system", "b"), "ann")
+        >>> shared = ExpectedVariant("c", ("system", "a"), None)
+        >>> private = ExpectedVariant("c", ("system", "b"), "ann")
         >>> shared.serves(private, "anywhere"), shared.serves(private, "prefix"), private.serves(shared, "anywhere")
         (True, False, False)
         """
@@ -64,29 +64,29 @@ class WantedChunks:
     """
 
     owner: Owner
-    variants: Sequence[FutureVariant]
+    variants: Sequence[ExpectedVariant]
     scope: Scope
     prefix_key: str = ""
 
 
 @dataclass(eq=False)
-class FutureCaptures:
+class ExpectedCaptures:
     """The chunk-caches that one request captures.
 
     prefix_key  see `WantedChunks`
     idle        True for work in idle time
     computed    True once the request computes them no longer, for whatever reason
-    submit      hands them to the queue of captures; None unless they are held back
+    submit      hands them to `CaptureDescriber`; None unless they are held back
     """
 
     owner: Owner = ("", None)
-    variants: list[FutureVariant] = field(default_factory=list)
+    variants: list[ExpectedVariant] = field(default_factory=list)
     prefix_key: str = ""
     idle: bool = False
     computed: bool = False
     submit: Callable[[], object] | None = None
 
-    def serve(self, want: FutureVariant, wanted: WantedChunks) -> bool:
+    def serve(self, want: ExpectedVariant, wanted: WantedChunks) -> bool:
         """Return True if one of them replaces the wanted one."""
         return self.owner == wanted.owner and any(
             variant.serves(want, wanted.scope) for variant in self.variants
@@ -113,20 +113,20 @@ class ChunksInProgress:
 
     def __init__(self, captured: Callable[[Owner], Collection[str]]) -> None:
         self._captured = captured
-        self._announced: list[FutureCaptures] = []  # in order
+        self._announced: list[ExpectedCaptures] = []  # in order
 
-    def announce(self, captures: FutureCaptures) -> None:
+    def announce(self, captures: ExpectedCaptures) -> None:
         """Note that a request begins to compute these chunk-caches."""
         self._announced.append(captures)
 
-    def withdraw(self, captures: FutureCaptures) -> bool:
+    def withdraw(self, captures: ExpectedCaptures) -> bool:
         """Forget captures that will not be made; return False if they were not announced."""
         is_announced = captures in self._announced
         if is_announced:
             self._announced.remove(captures)
         return is_announced
 
-    def computing(self, wanted: WantedChunks) -> list[FutureVariant]:
+    def computing(self, wanted: WantedChunks) -> list[ExpectedVariant]:
         """Return which of the wanted chunk-caches others compute, except in idle time."""
         others = [
             captures for captures in self._announced if not captures.computed and not captures.idle
@@ -135,15 +135,15 @@ class ChunksInProgress:
             return list(wanted.variants)
         return _served(wanted, others)
 
-    def held_back(self, wanted: WantedChunks) -> list[FutureCaptures]:
+    def held_back(self, wanted: WantedChunks) -> list[ExpectedCaptures]:
         """Return the captures with wanted chunk-caches that are held back, in the order of announcement."""
         held = [captures for captures in self._announced if captures.submit is not None]
         return [captures for captures in held if _served(wanted, [captures])]
 
-    def capturing(self, wanted: WantedChunks) -> list[FutureVariant]:
+    def capturing(self, wanted: WantedChunks) -> list[ExpectedVariant]:
         """Return which of the wanted chunk-caches are being captured.
 
-        The queue of captures knows only segments. The announcements of a segment decide who may use its captures; a
+        `CaptureDescriber` knows only segments. The announcements of a segment decide who may use its captures; a
         capture that no request has announced counts as usable.
         """
         captured = self._captured(wanted.owner)
@@ -175,7 +175,7 @@ class ChunksInProgress:
         ]
 
 
-def future_variants(prompt: Prompt, plan: Plan, session: str | None) -> list[FutureVariant]:
+def expected_variants(prompt: Prompt, plan: Plan, session: str | None) -> list[ExpectedVariant]:
     """Return the chunk-caches of the segments that a plan computes and that will be stored.
 
     Leaves out the last segment, questions, and passages found in unmarked text. A private segment and all segments
@@ -190,11 +190,11 @@ def future_variants(prompt: Prompt, plan: Plan, session: str | None) -> list[Fut
         is_stored = session is not None or not is_private
         if is_captured and is_stored:
             owner = session if is_private else None
-            variants.append(FutureVariant(ids[index], ids[:index], owner))
+            variants.append(ExpectedVariant(ids[index], ids[:index], owner))
     return variants
 
 
-def _served(wanted: WantedChunks, announced: Collection[FutureCaptures]) -> list[FutureVariant]:
+def _served(wanted: WantedChunks, announced: Collection[ExpectedCaptures]) -> list[ExpectedVariant]:
     """Return which of the wanted chunk-caches these captures serve."""
     return [
         want

@@ -8,13 +8,13 @@ import pytest
 
 from cachecraft_rag.serving.chunks_in_progress import (
     ChunksInProgress,
-    FutureCaptures,
-    FutureVariant,
+    ExpectedCaptures,
+    ExpectedVariant,
     WantedChunks,
 )
 
-KETTLE = FutureVariant("kettle", ("system",), None)
-TOASTER = FutureVariant("toaster", ("system", "kettle"), None)
+KETTLE = ExpectedVariant("kettle", ("system",), None)
+TOASTER = ExpectedVariant("toaster", ("system", "kettle"), None)
 OWNER = ("tenant", "adapter")
 WANTED = WantedChunks(OWNER, [KETTLE, TOASTER], "anywhere")
 
@@ -26,7 +26,7 @@ def in_progress(captured: set[str]) -> ChunksInProgress:
 def test_a_chunk_is_waited_for_while_it_is_computed_and_captured_and_then_no_longer() -> None:
     captured: set[str] = set()
     chunks = in_progress(captured)
-    captures = FutureCaptures(OWNER, [KETTLE])
+    captures = ExpectedCaptures(OWNER, [KETTLE])
     assert chunks.computing(WANTED) == chunks.capturing(WANTED) == []
     chunks.announce(captures)
     assert (chunks.computing(WANTED), chunks.capturing(WANTED)) == ([KETTLE], [])
@@ -45,7 +45,7 @@ def test_a_chunk_is_waited_for_while_it_is_computed_and_captured_and_then_no_lon
 )
 def test_a_request_that_fails_is_not_waited_for(ending: Any) -> None:
     chunks = in_progress(set())
-    captures = FutureCaptures(OWNER, [KETTLE])
+    captures = ExpectedCaptures(OWNER, [KETTLE])
     chunks.announce(captures)
     ending(chunks, captures)
     assert chunks.computing(WANTED) == chunks.capturing(WANTED) == []
@@ -56,13 +56,13 @@ def test_a_request_that_fails_is_not_waited_for(ending: Any) -> None:
     [
         WantedChunks(("another tenant", "adapter"), [KETTLE], "anywhere", "key"),
         WantedChunks(("tenant", None), [KETTLE], "anywhere", "key"),
-        WantedChunks(OWNER, [FutureVariant("kettle", ("other",), "bob")], "prefix"),
-        WantedChunks(OWNER, [FutureVariant("jug", ("system",), "bob")], "anywhere"),
+        WantedChunks(OWNER, [ExpectedVariant("kettle", ("other",), "bob")], "prefix"),
+        WantedChunks(OWNER, [ExpectedVariant("jug", ("system",), "bob")], "anywhere"),
     ],
 )
 def test_chunks_that_a_request_may_not_use_are_not_waited_for(wanted: WantedChunks) -> None:
     chunks = in_progress({"kettle"})
-    captures = FutureCaptures(OWNER, [KETTLE], prefix_key="key")
+    captures = ExpectedCaptures(OWNER, [KETTLE], prefix_key="key")
     chunks.announce(captures)
     assert chunks.computing(wanted) == chunks.capturing(wanted) == []
     captures.computed = True
@@ -71,14 +71,14 @@ def test_chunks_that_a_request_may_not_use_are_not_waited_for(wanted: WantedChun
 
 def test_captures_that_no_request_has_announced_are_waited_for() -> None:
     chunks = in_progress({"kettle"})
-    chunks.announce(FutureCaptures(OWNER, [TOASTER], computed=True))
+    chunks.announce(ExpectedCaptures(OWNER, [TOASTER], computed=True))
     assert chunks.capturing(WANTED) == [KETTLE]
 
 
 def test_work_in_idle_time_is_waited_for_only_while_it_is_captured() -> None:
     captured: set[str] = set()
     chunks = in_progress(captured)
-    chunks.announce(FutureCaptures(OWNER, [KETTLE], prefix_key="key", idle=True))
+    chunks.announce(ExpectedCaptures(OWNER, [KETTLE], prefix_key="key", idle=True))
     wanted = WantedChunks(OWNER, [KETTLE], "anywhere", "key")
     assert chunks.computing(wanted) == chunks.capturing(wanted) == []
     captured.add("kettle")
@@ -88,7 +88,7 @@ def test_work_in_idle_time_is_waited_for_only_while_it_is_captured() -> None:
 def test_a_request_with_the_same_chunks_leaves_all_of_them_in_the_prefix_cache() -> None:
     chunks = in_progress(set())
     wanted = WantedChunks(OWNER, [KETTLE, TOASTER], "prefix", "key")
-    captures = FutureCaptures(OWNER, prefix_key="key")
+    captures = ExpectedCaptures(OWNER, prefix_key="key")
     chunks.announce(captures)
     assert chunks.computing(wanted) == [KETTLE, TOASTER]
     captures.computed = True
@@ -98,7 +98,9 @@ def test_a_request_with_the_same_chunks_leaves_all_of_them_in_the_prefix_cache()
 def test_captures_that_are_held_back_are_handed_over_once_to_those_who_want_them() -> None:
     captured: set[str] = set()
     chunks = in_progress(captured)
-    captures = FutureCaptures(OWNER, [KETTLE], computed=True, submit=lambda: captured.add("kettle"))
+    captures = ExpectedCaptures(
+        OWNER, [KETTLE], computed=True, submit=lambda: captured.add("kettle")
+    )
     chunks.announce(captures)
     chunks.forget_captured()
     assert chunks.held_back(WantedChunks(OWNER, [TOASTER], "anywhere")) == []

@@ -21,7 +21,7 @@ from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.kernels.memory import Recycler
 from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.planning.config import ReuseConfig, ReuseMethod
-from cachecraft_rag.serving.chunks_in_progress import FutureCaptures
+from cachecraft_rag.serving.chunks_in_progress import ExpectedCaptures
 from cachecraft_rag.serving.priming import Primer
 from cachecraft_rag.serving.request import RequestProgress
 from cachecraft_rag.serving.sampling import SamplingParams
@@ -94,7 +94,7 @@ def greedy(engine: Engine, question: str, chunks: list[Chunk], config: ReuseConf
     )
     progress = RequestProgress()
     logits, buffer = engine.loop.run(
-        lambda run: engine._answering.prefill(run, request, progress, FutureCaptures())
+        lambda run: engine._answering.prefill(run, request, progress, ExpectedCaptures())
     )
     position = request.prompt.bounds[-1]
     tokens: list[int] = []

@@ -207,7 +207,7 @@ def expected(engine: Engine, ask: Ask) -> Tensor:
 
 def prefilled(engine: Engine, ask: Ask) -> tuple[Tensor, Any]:
     """The Hugging Face engine's buffer for the same prompt, and its progress."""
-    from cachecraft_rag.serving.chunks_in_progress import FutureCaptures
+    from cachecraft_rag.serving.chunks_in_progress import ExpectedCaptures
     from cachecraft_rag.serving.request import Request, RequestProgress
     from cachecraft_rag.serving.sampling import SamplingParams
 
@@ -216,7 +216,7 @@ def prefilled(engine: Engine, ask: Ask) -> tuple[Tensor, Any]:
     )
     progress = RequestProgress()
     _, buffer = engine.loop.run(
-        lambda run: engine._answering.prefill(run, request, progress, FutureCaptures())
+        lambda run: engine._answering.prefill(run, request, progress, ExpectedCaptures())
     )
     return buffer.kv[:, :, : ask.prompt.bounds[-1] - 1], progress
 

@@ -19,11 +19,11 @@ from cachecraft_rag.errors import CacheCraftError
 from cachecraft_rag.planning.planner import make_plan
 from cachecraft_rag.serving.chunks_in_progress import (
     ChunksInProgress,
-    FutureCaptures,
-    FutureVariant,
+    ExpectedCaptures,
+    ExpectedVariant,
     Owner,
     WantedChunks,
-    future_variants,
+    expected_variants,
 )
 from cachecraft_rag.serving.new_variants import exact_only
 from cachecraft_rag.store import ChunkCacheStore
@@ -81,8 +81,8 @@ class Pending:
     adapter: Adapter | None = None
     refused: str = ""
     looked: Future[Looked] | None = None
-    lacks: list[FutureVariant] | None = None
-    captures: FutureCaptures | None = None
+    lacks: list[ExpectedVariant] | None = None
+    captures: ExpectedCaptures | None = None
     size: FillSize | None = None
     until: float | None = None
     waited: bool = False
@@ -485,17 +485,17 @@ class Scheduling:
     def _announce(self, known: Pending, ask: Ask) -> None:
         """Announce what a filling computes; a repeated one captures nothing."""
         variants = [] if known.filled else list(_captures(ask, known.lacks or ()))
-        known.captures = FutureCaptures(known.owner, variants, known.salt, idle=ask.idle)
+        known.captures = ExpectedCaptures(known.owner, variants, known.salt, idle=ask.idle)
         self._in_progress.announce(known.captures)
 
-    def _longest_wait_s(self, ask: Ask, expected: Iterable[FutureVariant]) -> float:
+    def _longest_wait_s(self, ask: Ask, expected: Iterable[ExpectedVariant]) -> float:
         """Return twice the time that computing these chunks takes, in seconds."""
         if self._row_s is None:
             return _WAIT_S
         lengths = {segment.segment_id: len(segment.token_ids) for segment in ask.prompt.segments}
         return 2.0 * self._row_s * sum(lengths[variant.segment_id] for variant in expected)
 
-    def _size(self, ask: Ask, computed: Iterable[FutureVariant]) -> FillSize:
+    def _size(self, ask: Ask, computed: Iterable[ExpectedVariant]) -> FillSize:
         """Return the size of a filling that computes these chunk-caches."""
         lengths = {segment.segment_id: len(segment.token_ids) for segment in ask.prompt.segments}
         captured = {
@@ -533,15 +533,15 @@ class Scheduling:
         return lookup, self._store.token_scores(variant_ids)
 
 
-def _lacking(ask: Ask, lookup: LookupResult) -> list[FutureVariant]:
+def _lacking(ask: Ask, lookup: LookupResult) -> list[ExpectedVariant]:
     """Return the chunk-caches that a look-up did not find."""
     plan = make_plan(
         ask.prompt, lookup.variants, ask.config, refused=lookup.refused, removed=lookup.removed
     )
-    return future_variants(ask.prompt, plan, ask.session)
+    return expected_variants(ask.prompt, plan, ask.session)
 
 
-def _captures(ask: Ask, computed: Iterable[FutureVariant]) -> Iterator[FutureVariant]:
+def _captures(ask: Ask, computed: Iterable[ExpectedVariant]) -> Iterator[ExpectedVariant]:
     """Yield the computed chunk-caches of a request that will be captured."""
     if ask.captures is not None:
         yield from (variant for variant in computed if len(variant.origin_prefix) in ask.captures)
