@@ -253,6 +253,24 @@ def test_a_truncated_file_is_an_error(folder: Path) -> None:
         of(folder)
 
 
+@pytest.mark.parametrize(
+    "header", [b"[]", b'{"a": {}}', b'{"a": 5}', b'{"a": {"data_offsets": [0]}}'], ids=repr
+)
+def test_a_file_without_a_safetensors_header_is_an_error(folder: Path, header: bytes) -> None:
+    (folder / WEIGHTS).write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(ValueError, match=f"{WEIGHTS} is damaged"):
+        of(folder)
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", f"{WEIGHTS}.index.json"])
+def test_a_json_file_of_another_form_is_an_error(folder: Path, name: str) -> None:
+    if name.startswith(WEIGHTS):
+        (folder / WEIGHTS).unlink()
+    (folder / name).write_text("[]")
+    with pytest.raises(ValueError, match=f"{name} is damaged"):
+        of(folder)
+
+
 def test_the_folder_of_a_hub_model_is_found_by_any_file_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
