@@ -94,7 +94,7 @@ def checked_tools(tools: Iterable[Tool]) -> list[Tool]:
         check_mapping(f"the parameters of {name}", function.get("parameters") or {})
 
     try:
-        json.dumps(checked)
+        json.dumps(checked, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise ConfigError(f"tools cannot be written as JSON: {error}") from error
     return checked
