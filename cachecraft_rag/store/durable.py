@@ -274,7 +274,7 @@ class DurableVariants:
             logger.warning("Removed chunk-cache %s of chunk %s: %s", path, chunk_id, reason)
 
     def evict(self, chosen: RowFilter, *, down_to_bytes: int | None = None) -> Evicted:
-        """Remove the chosen rows and their files, lowest score first, until at most `down_to_bytes` are left.
+        """Remove the chosen rows and their files: all, or the lowest-scored until at most `down_to_bytes` are left.
 
         Chosen chunk ids are no longer remembered as evicted. On a full disk files are deleted and rows stay as misses.
         """
@@ -320,7 +320,7 @@ class DurableVariants:
         return bool(self._rules) and not is_recent and not self.read_only
 
     def apply_rules(self) -> None:
-        """Remove rows and files that one of the eviction rules evicts now."""
+        """Remove rows and files that one of the eviction rules evicts now; does nothing unless `rules_are_due`."""
         if not self.rules_are_due() or self.gone():
             return
         now = time.time()

@@ -252,9 +252,10 @@ class Catalog:
     def shaped_by(
         self, chunk_ids: Collection[str], *, namespace: str | None
     ) -> list[Listed | DamagedRow]:
-        """Return the rows of these chunks and of variants that one has shaped; `namespace` None means all.
+        """Return the rows of these chunks and of variants that one has, or may have, shaped; `namespace` None: all.
 
-        These were captured after it, or after a reused variant that it has shaped. It reads every row.
+        These were captured after it, or after a reused variant that it has shaped, or it is not known what has shaped
+        them. It reads every row.
         """
         removed = frozenset((*chunk_ids, removals.ANY))
         query = f"""SELECT v.variant_id, v.chunk_id, v.origin_prefix, sh.chunk_ids
