@@ -121,7 +121,7 @@ def make_plan(
     refused: Mapping[str, str] = MappingProxyType({}),
     removed: Set[str] = frozenset(),
 ) -> Plan:
-    """Choose for each segment the stored variant with the lowest CFO, or to compute it.
+    """Choose for each segment the stored variant with the lowest CFO (weighted, see `ReuseMethod.scoring`), or none.
 
     A variant that needs no fixing is preferred. A chunk whose best variant has a CFO of 1 is computed, unless
     `config.fixed_ratio` is a number. An instruction is reused from a lossless codec only. The tokens to recompute are
@@ -479,7 +479,7 @@ def with_not_loaded(
     """Return the plan for a segment after some of its tokens, at these offsets, were computed instead of loaded.
 
     If all of them were, the outcome is "computed", except for `Reason.COMPUTED_LATE`: then first layers used stored
-    values.
+    values. Without any, or without a variant, the plan itself is returned.
     """
     if not len(computed) or planned.variant is None:
         return planned

@@ -156,7 +156,8 @@ def format_of(render: Callable[..., str], tokenizer: Any) -> CallFormat:
 def calls_in(text: str) -> list[PastCall]:
     """Return the calls of a turn, in order, from its text: a JSON list of objects with a name and arguments.
 
-    Text after the list is ignored. Raises ConfigError for text that does not begin with such a list.
+    Text after the list is ignored. Raises ConfigError for text that does not begin with such a list, or for a name that
+    no tool may have.
 
     >>> calls_in('[{"name": "add", "arguments": {"a": 1}}]')
     [{'name': 'add', 'arguments': {'a': 1}}]

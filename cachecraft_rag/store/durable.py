@@ -289,8 +289,8 @@ class DurableVariants:
     ) -> list[Listed | DamagedRow]:
         """Remove all variants of these chunks, and those captured after one of them; refuse those of `refused`.
 
-        The refusal is noted first: no process stores such a variant after the rows were read here. The folder of an
-        older version's chunk-caches, where no catalog says what shaped them, is deleted, and the texts of audits are.
+        The refusal is noted first: no process stores such a variant after the rows were read here. The texts of audits
+        are deleted, and so is the folder of an older version's chunk-caches, because no catalog says what shaped them.
         Returns the rows that were there.
         """
         removed_rows: list[Listed | DamagedRow] = []

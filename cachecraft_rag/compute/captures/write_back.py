@@ -112,9 +112,9 @@ class WriteBackQueue:
         return removed
 
     def remove(self, chunk_ids: Sequence[str], namespace: str | None = None) -> None:
-        """Keep requests of a tenant that began before from storing these chunks, and wait for captures under way.
+        """Let requests of a tenant (None: of all) that run now store none of these chunks, nor any after one of them.
 
-        `namespace` None: of all tenants.
+        Waits without limit for captures of these chunks under way, of all tenants.
         """
         with self._guard:
             for removed, owner in self._followers.items():
@@ -228,7 +228,7 @@ class WriteBackQueue:
         return 4 * self._waiting_bytes > self._max_bytes
 
     def wait_for(self, segment_ids: Iterable[str], timeout: float | None = None) -> bool:
-        """Wait until all captures of these segments queued by now have ended; False after `timeout` seconds."""
+        """Wait until all captures of these segments queued by now have ended; False after `timeout` (None: never)."""
         wanted = frozenset(segment_ids)
         with self._guard:
             jobs = [

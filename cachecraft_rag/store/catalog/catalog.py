@@ -238,9 +238,9 @@ class Catalog:
         return files
 
     def chosen(self, chosen: RowFilter, *, down_to_bytes: int | None = None) -> list[FileRef]:
-        """Return files of the chosen rows, lowest score first: all, or only the first ones with `down_to_bytes`.
+        """Return files of the chosen rows, lowest score first: all, or those that must leave to reach `down_to_bytes`.
 
-        These are as many as leave at most `down_to_bytes` bytes of files with a row in the whole catalog.
+        That is a limit on the bytes of all files with a row, chosen or not.
         """
         with self._db.reading() as connection:
             excess = math.inf
