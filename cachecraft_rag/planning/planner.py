@@ -376,7 +376,7 @@ def with_selection(
     that is `in_full`, all tokens but the `excluded` ones are chosen, outside of the budgets (see `selectors.select`).
 
     Args:
-        plan: a plan from `make_plan`.
+        plan: a plan from `make_plan`; its chunk ids begin with eight hex digits, which seed random selectors.
         token_scores: variant id → token scores; missing ones count as unknown.
         config: settings of reuse.
         probed: segment index → the probe's scores of its tokens, float32 `[tokens]`.

@@ -74,8 +74,8 @@ class WriteBackQueue:
         namespace: namespace of the stored variants, unless their context names another one.
         fingerprint: fingerprint of the model, unless their context has that of the model with an adapter.
         layout: layout of a chunk-cache.
-        start: runs the steps of one capture in the background, then calls its second argument with their result and
-            their error.
+        start: runs the steps of one capture in the background, then calls its second argument, in any thread, with
+            their result and their error, of which one is None.
         max_bytes: limit for waiting captures, in bytes; while more are waiting, new captures are dropped.
     """
 
