@@ -75,7 +75,7 @@ class WriteBackQueue:
         fingerprint: fingerprint of the model, unless their context has that of the model with an adapter.
         layout: layout of a chunk-cache.
         start: runs the steps of one capture in the background, then calls its second argument, in any thread, with
-            their result and their error; None where there is none.
+            their result and None, or None and their error.
         max_bytes: limit for waiting captures, in bytes; while more are waiting, new captures are dropped.
     """
 
