@@ -110,7 +110,8 @@ def is_complete(folder: Path) -> bool:
         return bool(sizes) and all(
             (folder / name).stat().st_size == size for name, size in sizes.items()
         )
-    except (OSError, ValueError, AttributeError):  # missing, not JSON, not a mapping: make it again
+    # missing, not JSON, nested without end, not a mapping: make it again
+    except (OSError, ValueError, RecursionError, AttributeError):
         return False
 
 

@@ -190,7 +190,10 @@ def _tokenizer(folder: Path) -> Mapping[str, object]:
 
 def _json_object(path: Path, text: bytes | None = None) -> dict[str, Any]:
     """Return the JSON object in a file, or in this part of it; ValueError if it holds none."""
-    value = json.loads(path.read_bytes() if text is None else text)
+    try:
+        value = json.loads(path.read_bytes() if text is None else text)
+    except RecursionError as error:
+        raise ValueError(f"{path} is damaged: it is nested too deeply") from error
     if not isinstance(value, dict):
         raise ValueError(f"{path} is damaged: it holds no JSON object")
     return value
@@ -203,7 +206,9 @@ def _digests(file: Path) -> dict[str, str]:
     stamp = {"path": str(path), "size": before.st_size, "mtime_ns": before.st_mtime_ns}
     kept = cache_folder() / "fingerprints" / f"{digest('weights', str(path))}.json"
     # none, or damaged: read again
-    with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
+    with contextlib.suppress(
+        OSError, ValueError, RecursionError, TypeError, KeyError, AttributeError
+    ):
         entry = json.loads(kept.read_text(encoding="utf-8"))
         tensors: dict[str, str] = {
             str(name): str(value) for name, value in entry["tensors"].items()
