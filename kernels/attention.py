@@ -31,7 +31,7 @@ def attention(
         k, v: `[keys, kv_heads, head_dim]`, keys rotated; heads is a multiple of kv_heads.
         visible: the keys that each row sees. Its positions must be below `keys`, which is not checked everywhere.
         scale: multiplies the scores.
-        softcap: scores become softcap · tanh(scores / softcap) (Gemma-2); None: no cap.
+        softcap: above 0: scores become softcap · tanh(scores / softcap) (Gemma-2); None: no cap.
         sinks: float32 `[heads]`, contiguous; the score of a position without a value, which each head may attend to
             (gpt-oss). None: no sinks.
         paths: the fastest ways to attend on this CPU.

@@ -65,6 +65,9 @@ def place_all(
 
 
 def scatter_rows(merged: Tensor, keys: Tensor, values: Tensor, positions: Tensor) -> None:
-    """Write rotated keys and values `[rows, …]` into `merged` at int64 positions, without repeats."""
+    """Write rotated keys and values `[rows, kv_heads, head_dim]`, in the dtype of `merged`, to int64 positions.
+
+    The positions have no repeats, and on a GPU it is not checked that they are in `merged`.
+    """
     merged[0].index_copy_(0, positions, keys)
     merged[1].index_copy_(0, positions, values)

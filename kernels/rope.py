@@ -21,8 +21,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, out: Tensor | None = None) ->
 
     Args:
         x: `[tokens, heads, head_dim]`, raw (before rotary embedding).
-        cos, sin: `[tokens, rotary_dim]`, the rows of the positions wanted, in the dtype of `x`; rotary_dim ≤ head_dim.
-        out: where to write, same shape and dtype as `x`, not overlapping it; None = a new tensor, which is returned.
+        cos, sin: `[tokens, rotary_dim]`, the rows of the positions wanted, in the dtype of `x`. The rotary_dim is even
+            and at most head_dim, which is not checked on a CPU.
+        out: where to write, same shape and dtype as `x`, not overlapping it; None = a new tensor. It is returned.
 
     >>> x = torch.tensor([[[1.0, 0.0]]])  # a token, a head, two dimensions
     >>> turn = torch.tensor([[0.0, 0.0]]), torch.tensor([[1.0, 1.0]])  # cos and sin of 90 degrees
@@ -52,7 +53,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, out: Tensor | None = None) ->
 
 
 def add_rotated(out: Tensor, vector: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Add one raw vector `[heads, head_dim]` to rotated ones `[tokens, heads, head_dim]`, rotated to each position.
+    """Add one raw vector `[heads, head_dim]`, rotated to each position, to `out` `[tokens, heads, head_dim]` in place.
+
+    `cos` and `sin` are as in `rotate`; all have one dtype.
 
     >>> out, turn = torch.zeros(1, 1, 2), torch.tensor([[1.0, 1.0]])  # 90 degrees
     >>> add_rotated(out, torch.tensor([[1.0, 0.0]]), 0.0 * turn, turn)

@@ -131,6 +131,6 @@ def softmax_with_sinks(scores: Tensor, group: int, sinks: Tensor | None) -> Tens
 
 
 def grouped(q: Tensor, kv_heads: int) -> Tensor:
-    """View `[rows, heads, head_dim]` as `[kv_heads, group, rows, head_dim]`."""
+    """View `[rows, heads, head_dim]` as `[kv_heads, group, rows, head_dim]`; heads is a multiple of kv_heads."""
     rows, heads, head_dim = q.shape
     return q.view(rows, kv_heads, heads // kv_heads, head_dim).permute(1, 2, 0, 3)

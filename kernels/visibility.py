@@ -19,7 +19,7 @@ class Visibility:
     aligned to the bottom right and is wrong for such rows, so visibility is decided by position.
 
     positions  int64 `[rows]`, positions of the rows, ascending, without repeats
-    window     number of keys that a row sees, including its own; None = no limit
+    window     number of keys that a row sees, including its own, so 1 or more; None = no limit
     absent     int64, keys that no row sees; None = no key is absent
     """
 

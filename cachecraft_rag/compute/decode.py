@@ -33,14 +33,14 @@ class DecodeStep:
 
 @torch.inference_mode()
 def extend(stack: Stack, buffer: KVBuffer, tokens: Sequence[int], position: int) -> Tensor:
-    """Compute tokens from `position` on into the buffer; return `[streams, tokens, hidden]`, not normed."""
+    """Compute one or more tokens from `position` on into the buffer; return `[streams, tokens, hidden]`, not normed."""
     positions = np.arange(position, position + len(tokens))
     return _compute(stack, [_row_pass(stack, buffer, tokens, positions)])
 
 
 @torch.inference_mode()
 def extend_all(stack: Stack, steps: Sequence[DecodeStep]) -> Tensor:
-    """Compute one step of each of several answers in one pass, and write its keys and values to the steps' buffers.
+    """Compute one step of each of one or more answers in one pass, and write its keys and values to its buffer.
 
     Returns hidden states `[streams, steps, hidden]` of the steps' tokens after the last layer.
     """

@@ -38,7 +38,8 @@ class KVBuffer:
         capacity: number of positions to make room for.
 
     Attributes:
-        kv: `[layers, 2, capacity, kv_heads, head_dim]`, rotated keys, then values, of this rank's heads.
+        kv: `[layers, 2, capacity, kv_heads, head_dim]`, rotated keys, then values, of this rank's heads; uninitialised
+            where nothing was placed or computed.
         rotary: cos and sin of all positions, for each kind of layer.
     """
 
@@ -53,7 +54,7 @@ class KVBuffer:
         self.rotary = RotaryTables.of(stack, torch.arange(capacity, device=stack.device))
 
     def place(self, layer: int, chunk: Tensor, start: int) -> None:
-        """Rotate keys and copy values of a layer `[2, tokens, heads (own or all), head_dim]` to `start` on."""
+        """Place a layer `[2, tokens, own or all heads, head_dim]` at `start`, keys rotated; ValueError past the end."""
         self.place_all(layer, [(chunk, start)])
 
     def place_all(self, layer: int, chunks: Sequence[tuple[Tensor, int]]) -> None:

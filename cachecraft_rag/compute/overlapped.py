@@ -79,7 +79,7 @@ Steps = Generator[Step, bool, PrefillResult]
 
 
 def passes_measure(device: torch.device) -> bool:
-    """Return True on a CUDA device: its attention kernel measures; elsewhere captures keep their queries."""
+    """Return True if passes measure the attention of captures: on CUDA. Elsewhere captures keep their queries."""
     return device.type == "cuda"
 
 

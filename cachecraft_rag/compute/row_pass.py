@@ -216,7 +216,7 @@ class RowPass:
         return self._in_flight.seconds
 
     def join(self, other: RowPass) -> None:
-        """Add the rows of another pass of the same prompt, in the order of positions; it must not run any more.
+        """Add the rows of another pass of the same prompt, which must not run any more, in the order of positions.
 
         This pass's recorder, observer, drift correction and absent positions stay in use. Chunks that are whole only
         now are captured from the next layer on, which leaves them incomplete unless earlier layers were recorded.

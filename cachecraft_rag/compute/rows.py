@@ -50,7 +50,7 @@ class Rows:
         new: Iterable[int] = (),
         recomputed: Iterable[int] = (),
     ) -> Self:
-        """Return the rows of a prompt with these segment bounds; positions neither new nor recomputed are stored.
+        """Return the rows of a prompt with these segment bounds; positions in neither set are stored, in both new.
 
         >>> rows = Rows.of([0, 2, 5], new=[3, 4], recomputed=[0])
         >>> rows.open().tolist(), rows.segment.tolist()

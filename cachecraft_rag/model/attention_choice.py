@@ -136,7 +136,7 @@ def _valid(kept: object) -> AttentionPaths | None:
 def _read(file: Path) -> dict[str, object]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
 

@@ -91,7 +91,8 @@ def _named(error: Exception) -> str:
 def layout_of(config: PretrainedConfig, dtype: str) -> KVLayout:
     """Return the layout of a model's chunk-caches, from its Hugging Face config; of its text part if it has others.
 
-    Layers may have different heads (Gemma 4): the largest are the layout's, and others are filled with zeros.
+    Layers may have different heads (Gemma 4): the largest are the layout's, and others are filled with zeros. `dtype`
+    is not checked. Raises AttributeError if the config does not describe layers and heads.
     """
     config = config.get_text_config()
     kv_heads: list[int] = []
@@ -123,7 +124,8 @@ def _latent_head_dim(config: PretrainedConfig) -> int | None:
 def take_processor_template(tokenizer: PreTrainedTokenizerBase, folder: Path | None) -> None:
     """Give a tokenizer without a chat template that of its multimodal checkpoint's processor, if it has one.
 
-    Older checkpoints, such as Mistral Small 3.1, have it in `chat_template.json`, which no tokenizer reads.
+    Older checkpoints, such as Mistral Small 3.1, have it in `chat_template.json`, which no tokenizer reads. Raises
+    ValueError if that file has none.
     """
     file = None if folder is None else folder / "chat_template.json"
     if file is not None and not tokenizer.chat_template and file.is_file():
@@ -140,7 +142,7 @@ def own_dtype(config: PretrainedConfig) -> object:
 
 
 def context_length_of(config: PretrainedConfig) -> int:
-    """Return `max_position_embeddings`, or the shorter original length of LongRoPE."""
+    """Return `max_position_embeddings` (AttributeError without it), or the shorter original length of LongRoPE."""
     # Longer prompts take LongRoPE's other frequencies, which change all keys. Rejected: a fingerprint for each side of
     # that length, which would capture every chunk twice.
     config = config.get_text_config()

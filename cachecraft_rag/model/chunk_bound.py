@@ -56,11 +56,11 @@ class ModelTokens:
         )
 
     def share(self, text: str, limit: int) -> int:
-        """Return the text's tokens in units of another limit, rounded up: this model's limit corresponds to `limit`."""
+        """Return the text's tokens, scaled so that this model's own limit would give `limit`, and rounded up."""
         return -(-self.count(text) * limit // self.limit)
 
     def fits(self, text: str) -> bool:
-        """Return True if a chunk of this text is within the limit; fewer bytes are hardly ever more tokens."""
+        """Return True if a text has at most `limit` tokens; of a text of so few bytes the tokens are not counted."""
         return len(text.encode("utf-8", "replace")) <= self.limit or self.count(text) <= self.limit
 
 

@@ -152,6 +152,8 @@ class Decoder:
     ) -> None:
         """Take a loaded model apart.
 
+        The model is changed: from now on its own forward works inside `stock` only, and it is in eval mode.
+
         Args:
             model: a causal LM of transformers.
             tokenizer: the model's own.
@@ -368,10 +370,10 @@ class Decoder:
         return self.logits(hidden[:, -1:])[0]
 
     def own_logits(self, ids: Sequence[int], *, keep: int = 1) -> Tensor:
-        """Return the unmodified model's own logits of the last `keep` positions, float32 `[keep, vocabulary]`.
+        """Return the unmodified model's own logits of the last `keep` (1 or more) positions, `[keep, vocabulary]`.
 
-        Every gate compares with it. It runs transformers' sdpa, or eager for what sdpa cannot do. No pass may run
-        meanwhile.
+        They are float32, and every gate compares with them. It runs transformers' sdpa, or eager for what sdpa cannot
+        do. No pass may run meanwhile.
         """
         with self.stock(), torch.inference_mode():
             batch = torch.tensor([list(ids)], device=self.device)

@@ -107,8 +107,11 @@ def is_complete(folder: Path) -> bool:
     """
     try:
         sizes: dict[str, int] = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
-        return all((folder / name).stat().st_size == size for name, size in sizes.items())
-    except (OSError, ValueError, AttributeError):  # missing, not JSON, not a mapping: make it again
+        return bool(sizes) and all(
+            (folder / name).stat().st_size == size for name, size in sizes.items()
+        )
+    # missing, not JSON, nested without end, not a mapping: make it again
+    except (OSError, ValueError, RecursionError, AttributeError):
         return False
 
 

@@ -56,7 +56,8 @@ def checkpoint_fingerprint(folder: Path, *, dtype: str) -> str | None:
 
     It is text such as "2-5f0c…", equal for equal weights, config, tokenizer and dtype, wherever the files are. Digests
     of weight files that have not changed for two seconds are kept in the user's cache folder. None without a
-    config.json or weights of a known kind; ValueError for a file that is truncated, or not valid JSON or safetensors.
+    config.json or weights of a known kind; ValueError for a file that is truncated, or not valid JSON or safetensors,
+    and OSError for one that cannot be read.
     """
     files = _weight_files(folder)
     if not files or not (folder / "config.json").is_file():
@@ -94,8 +95,7 @@ def adapter_fingerprint(model: str, folder: Path) -> str | None:
 
 def checkpoint_config(folder: Path) -> dict[str, object]:
     """Return a checkpoint's config.json, without settings that differ between saves and change no number."""
-    text = (folder / "config.json").read_text(encoding="utf-8")
-    return _without(json.loads(text), _VOLATILE)
+    return _without(_json_object(folder / "config.json"), _VOLATILE)
 
 
 def model_fingerprint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> str:
@@ -170,12 +170,10 @@ def _weight_files(folder: Path) -> list[Path]:
             return [whole]
         index = folder / f"{stem}.{suffix}.index.json"
         if index.is_file():
-            return sorted(
-                {
-                    folder / name
-                    for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
-                }
-            )
+            weight_map = _json_object(index).get("weight_map")
+            if not isinstance(weight_map, dict):
+                raise ValueError(f"{index} is damaged: it has no weight_map")
+            return sorted({folder / str(name) for name in weight_map.values()})
     for pattern in ("*.safetensors", "pytorch_model*.bin", "*.gguf"):
         files = sorted(folder.glob(pattern))
         if files:
@@ -185,9 +183,20 @@ def _weight_files(folder: Path) -> list[Path]:
 
 def _tokenizer(folder: Path) -> Mapping[str, object]:
     if (whole := folder / "tokenizer.json").is_file():
-        return _without(json.loads(whole.read_text(encoding="utf-8")), _CALL_STATE)
+        return _without(_json_object(whole), _CALL_STATE)
     files = [folder / name for name in _TOKENIZER_FILES if (folder / name).is_file()]
     return {file.name: xxhash.xxh3_128_hexdigest(file.read_bytes()) for file in files}
+
+
+def _json_object(path: Path, text: bytes | None = None) -> dict[str, Any]:
+    """Return the JSON object in a file, or in this part of it; ValueError if it holds none."""
+    try:
+        value = json.loads(path.read_bytes() if text is None else text)
+    except RecursionError as error:
+        raise ValueError(f"{path} is damaged: it is nested too deeply") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} is damaged: it holds no JSON object")
+    return value
 
 
 def _digests(file: Path) -> dict[str, str]:
@@ -197,7 +206,9 @@ def _digests(file: Path) -> dict[str, str]:
     stamp = {"path": str(path), "size": before.st_size, "mtime_ns": before.st_mtime_ns}
     kept = cache_folder() / "fingerprints" / f"{digest('weights', str(path))}.json"
     # none, or damaged: read again
-    with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
+    with contextlib.suppress(
+        OSError, ValueError, RecursionError, TypeError, KeyError, AttributeError
+    ):
         entry = json.loads(kept.read_text(encoding="utf-8"))
         tensors: dict[str, str] = {
             str(name): str(value) for name, value in entry["tensors"].items()
@@ -231,13 +242,16 @@ def _read_safetensors(path: Path) -> dict[str, str]:
         length = int.from_bytes(file.read(8), "little")
         if length > _LONGEST_HEADER:
             raise ValueError(f"{path} is damaged: its header is too long")
-        entries = json.loads(file.read(length))
+        entries = _json_object(path, file.read(length))
         entries.pop("__metadata__", None)
         digests = {}
         for name, entry in entries.items():
-            begin, end = entry["data_offsets"]
-            file.seek(8 + length + begin)
-            state = xxhash.xxh3_128(f"{entry['dtype']} {entry['shape']}\n".encode())
+            try:
+                begin, end = map(int, entry["data_offsets"])
+                state = xxhash.xxh3_128(f"{entry['dtype']} {entry['shape']}\n".encode())
+            except (LookupError, TypeError, ValueError) as error:
+                raise ValueError(f"{path} is damaged: where is the tensor {name}?") from error
+            file.seek(8 + length + max(begin, 0))
             if _update(state, file, end - begin) != end - begin:
                 raise ValueError(f"{path} is truncated: it ends in the tensor {name}")
             digests[name] = state.hexdigest()

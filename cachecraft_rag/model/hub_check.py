@@ -14,10 +14,10 @@ _TIMEOUT_S = 5.0
 def require_hub(names: Sequence[str]) -> None:
     """Raise an error if the hub cannot be reached (ConnectionError) or has none of these models (FileNotFoundError).
 
-    Asks for the config of each name in turn, 5 seconds each; downloads nothing. Returns as soon as the hub has one of
-    the models, even if that requires a login, and if the hub answers with another error: the loader of the model can
-    say more about that. In offline mode (`$HF_HUB_OFFLINE`) no request is made: the libraries then fail at once.
-    ValueError for an impossible name.
+    Asks for the config of each of the names, one or more, in turn, 5 seconds each; downloads nothing. Returns as soon
+    as the hub has one of the models, even if that requires a login, and if the hub answers with another error: the
+    loader of the model can say more about that. In offline mode (`$HF_HUB_OFFLINE`) no request is made: the libraries
+    then fail at once. ValueError for an impossible name.
     """
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError

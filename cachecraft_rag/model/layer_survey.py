@@ -268,6 +268,7 @@ def cos_and_sin(given: object) -> tuple[Tensor, Tensor]:
     """Return cos and sin, each `[tokens, width]`, of what a rotary module returned.
 
     They are the two tensors of a pair, or the real and the imaginary part of a complex tensor; views where possible.
+    Raises SurveyError for anything else.
     """
     if isinstance(given, Tensor) and given.is_complex():
         cos = given.real
@@ -287,7 +288,8 @@ def cos_and_sin(given: object) -> tuple[Tensor, Tensor]:
 def identity_like(given: Any, dtype: torch.dtype) -> object:
     """Return a rotary embedding that rotates nothing, in the form of `given`.
 
-    That is a pair of ones and zeros of one token, a complex tensor of ones of one token, or None.
+    That is a pair of ones and zeros of one token, a complex tensor of ones of one token, or None. Raises SurveyError
+    if `given` has another form.
     """
     if given is None:
         return None

@@ -109,7 +109,10 @@ class Candidates:
         return sum(self._would_have_saved[path] for path, _ in candidate.paths())
 
     def add(self, candidate: Candidate) -> Candidate | None:
-        """Add a candidate, or merge it with its like; beyond `most`, remove and return the least valuable."""
+        """Add a candidate, or merge it with the one of the same `identity`; return the one that had to leave for it.
+
+        That is the least valuable, maybe this one itself, if there are more than `most`; otherwise None.
+        """
         known = self._waiting.pop(candidate.identity, None)
         self._would_have_saved.update(dict(candidate.paths()))
         if known is not None:  # this request may have fixed other chunks of the same prompt

@@ -33,7 +33,7 @@ def focus_score(attention: NDArray[np.floating]) -> float:
     """Return a chunk's focus score: attention to its strongest tokens over the root of that to its median token.
 
     The median token shows how much any token gets at the chunk's place: chunks near the question get more. `attention`
-    is float `[tokens]`, 0 for a token that the probe did not see.
+    is float `[tokens]`, 0 for a token that the probe did not see; the score is 0.0 if it saw none.
 
     >>> focus_score(np.array([0.5, 0.0, 0.25, 0.25]))  # (.5 + .25 + .25) / √.25
     2.0
@@ -49,7 +49,7 @@ def focus_score(attention: NDArray[np.floating]) -> float:
 
 
 def chunks_in_focus(scores: Mapping[int, float]) -> frozenset[int]:
-    """Return the chunks whose focus score comes near the highest one; all of them if no score is above 0.
+    """Return the chunks whose focus score is at least 0.6 of the highest one; all of them if no score is above 0.
 
     >>> sorted(chunks_in_focus({1: 4.0, 2: 0.1, 3: 3.0}))
     [1, 3]

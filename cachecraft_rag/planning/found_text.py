@@ -262,7 +262,8 @@ def marks(
     """Return the marks of a text: positions, int64 `[marks]`, ascending, and hashes, uint64 `[marks]`.
 
     Of each `width` neighbouring windows of 16 tokens, the one with the lowest hash is a mark, at its last token. This
-    is winnowing (Schleimer et al., SIGMOD 2003): texts with `width + 15` equal tokens in a row share a mark.
+    is winnowing (Schleimer et al., SIGMOD 2003): texts with `width + 15` equal tokens in a row share a mark, and
+    shorter texts have none.
     """
     hashes = window_hashes(np.asarray(token_ids, dtype=np.int64))[_WINDOW - 1 :]
     if len(hashes) < width:

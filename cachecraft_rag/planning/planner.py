@@ -121,7 +121,7 @@ def make_plan(
     refused: Mapping[str, str] = MappingProxyType({}),
     removed: Set[str] = frozenset(),
 ) -> Plan:
-    """Choose for each segment the stored variant with the lowest CFO, or to compute it.
+    """Choose for each segment the stored variant with the lowest CFO (weighted, see `ReuseMethod.scoring`), or none.
 
     A variant that needs no fixing is preferred. A chunk whose best variant has a CFO of 1 is computed, unless
     `config.ratio_in_use` is a number. An instruction is reused from a lossless codec only. The tokens to recompute are
@@ -377,7 +377,7 @@ def with_selection(
     `selectors.select`).
 
     Args:
-        plan: a plan from `make_plan`.
+        plan: a plan from `make_plan`; its chunk ids begin with eight hex digits, which seed random selectors.
         token_scores: variant id → token scores; missing ones count as unknown.
         config: settings of reuse.
         probed: segment index → the probe's scores of its tokens, float32 `[tokens]`.
@@ -480,7 +480,7 @@ def with_not_loaded(
     """Return the plan for a segment after some of its tokens, at these offsets, were computed instead of loaded.
 
     If all of them were, the outcome is "computed", except for `Reason.COMPUTED_LATE`: then first layers used stored
-    values.
+    values. Without any, or without a variant, the plan itself is returned.
     """
     if not len(computed) or planned.variant is None:
         return planned

@@ -81,7 +81,7 @@ def context_impact(
         inter: attention (eq. 3) to each earlier chunk, averaged over heads and layers (eq. 10).
         prefix_tokens: number of tokens of each of these chunks, in the same order; not 0.
         intra: attention within the chunk (eq. 4), averaged over heads and layers.
-        tokens: number of tokens of the chunk.
+        tokens: number of tokens of the chunk, not 0.
 
     >>> context_impact(inter=[2.0], prefix_tokens=[10], intra=5.0, tokens=10)  # a/b = 0.02 / 0.05
     0.598687660112452

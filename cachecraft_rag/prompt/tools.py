@@ -94,7 +94,7 @@ def checked_tools(tools: Iterable[Tool]) -> list[Tool]:
         check_mapping(f"the parameters of {name}", function.get("parameters") or {})
 
     try:
-        json.dumps(checked)
+        json.dumps(checked, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise ConfigError(f"tools cannot be written as JSON: {error}") from error
     return checked
@@ -156,7 +156,8 @@ def format_of(render: Callable[..., str], tokenizer: Any) -> CallFormat:
 def calls_in(text: str) -> list[PastCall]:
     """Return the calls of a turn, in order, from its text: a JSON list of objects with a name and arguments.
 
-    Text after the list is ignored. Raises ConfigError for text that does not begin with such a list.
+    Text after the list is ignored. Raises ConfigError for text that does not begin with such a list, or for a name that
+    no tool may have.
 
     >>> calls_in('[{"name": "add", "arguments": {"a": 1}}]')
     [{'name': 'add', 'arguments': {'a': 1}}]

@@ -186,8 +186,8 @@ def candidates_of(
 ) -> dict[str, Candidate]:
     """Return name → candidate to capture; the caller captures those whose names it has seen before.
 
-    There is one for each found segment without a chunk-cache, after the instruction and `stand_in`, and one for the
-    whole prompt up to its last found segment, if one is not exact and no segment occurs twice before it.
+    There is one for each found segment without a chunk-cache, after the instruction and `stand_in`. There is one for
+    the whole prompt up to its last found segment, if a found segment that has no segment twice before it is not exact.
 
     Args:
         prompt: the prompt of the request.

@@ -188,7 +188,10 @@ class BackgroundWriter:
         self._thread.shut_down()
 
     def write_uses(self) -> None:
-        """Write the uses noted so far in this thread. After a failure, which is logged, the next call writes them."""
+        """Write, in the caller's thread, the uses noted so far; after a failure, which is logged, the next call does.
+
+        A store that is read-only or has lost its folder forgets them.
+        """
         with self._lock:
             uses = self._uses
             self._uses = {}
@@ -360,13 +363,16 @@ def _closed(variant: Variant) -> Unavailable:
 
 
 def log_mistake(future: Future[T]) -> None:
-    """Log the exception of a background job as an error: it is a bug, and no caller may look at the future."""
+    """Log the exception of a background job that is done: it is a bug, and no caller may look at the future."""
     if not future.cancelled() and (error := future.exception()) is not None:
         logger.error("A background job failed", exc_info=error)
 
 
 def variant_of(capture: Capture, *, codec: str, created: float) -> Variant:
-    """Return the variant that the catalog will list, without any use, and with `inter` rounded to float32."""
+    """Return the variant that the catalog will list, without any use, and with `inter` rounded to float32.
+
+    Raises StoreError unless `capture.kv` has the layout and at least one token, and is contiguous and on the CPU.
+    """
     kv = capture.kv
     layout = capture.layout
     tokens = kv.shape[2] if kv.dim() == 5 else 0

@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, replace
 from functools import partial
@@ -22,6 +22,7 @@ from cachecraft_rag.checks import (
     check_path,
     check_text,
     check_whole,
+    listed,
 )
 from cachecraft_rag.errors import ConfigError, StoreError
 from cachecraft_rag.store.background_writer import BackgroundWriter, log_mistake
@@ -237,7 +238,7 @@ class ChunkCacheStore(Closeable):
     def seen_texts(self, names: Sequence[str]) -> set[str]:
         """Note that these texts were seen in prompts; return those seen before (see `FoundTexts.seen`).
 
-        If the folder cannot be written or the catalog not be used, none was.
+        Returns an empty set if the folder cannot be written, or the catalog cannot be used.
         """
         self._check_open()
         if self._durable.read_only:
@@ -325,7 +326,7 @@ class ChunkCacheStore(Closeable):
         return stored
 
     def host_copy(self, kv: torch.Tensor) -> torch.Tensor:
-        """Return a capture in main memory, page-locked if the host tier will hold it; one on a CPU itself."""
+        """Return a capture's tensor, or from a GPU a copy in main memory, page-locked if the host tier will hold it."""
         from cachecraft_rag.kernels.memory import to_host  # it imports torch
 
         is_held = self._memory.share is None and self._memory.host.admits(kv.nbytes)
@@ -411,7 +412,7 @@ class ChunkCacheStore(Closeable):
         return True
 
     def put(self, capture: Capture) -> Future[Variant | Unavailable]:
-        """Store a chunk-cache, whose `kv` must not be written again, in the background; return its future."""
+        """Queue a capture to be stored; return its future. Raises StoreError if its `kv` is not as `Capture` says."""
         self._home.require()
         check_kind("capture", capture, Capture)
         return self._writer.put(capture)
@@ -423,7 +424,7 @@ class ChunkCacheStore(Closeable):
     def used(self, variant_id: str, recomputed: float, tokens: int) -> None:
         """Record a use, which raises the eviction score in memory and catalog (written in batches); see `Use.of`.
 
-        `recomputed` is the share of the chunk's `tokens` that was recomputed, from 0 to 1.
+        `recomputed` is the share of the chunk's `tokens`, 1 or more, that was recomputed, from 0 to 1.
         """
         self._home.require()
         use = Use.of(recomputed, tokens)
@@ -486,7 +487,7 @@ class ChunkCacheStore(Closeable):
     def evict(
         self, chosen: RowFilter | None = None, *, down_to_bytes: int | None = None
     ) -> Evicted:
-        """Remove the chosen variants: all, or those with the lowest scores until all files have `down_to_bytes` bytes.
+        """Remove the chosen variants: all, or the lowest-scored until the store's files have at most `down_to_bytes`.
 
         Rows and files are removed, and this process's memory drops them; chunk-caches on a remote stay there. If
         `chosen` has chunk ids, the functions in `before_removal` are called first: an `Engine` on this store then waits
@@ -523,7 +524,7 @@ class ChunkCacheStore(Closeable):
 
         Returns the number of the variants that were removed from the folder, and their bytes on disk.
         """
-        names = RowFilter(namespace=namespace, chunk_ids=tuple(chunk_ids)).chunk_ids or ()
+        names = _checked_ids(chunk_ids, namespace)
         self._require_folder()
         return self._removed(names, namespace=namespace, refused=names)
 
@@ -554,9 +555,10 @@ class ChunkCacheStore(Closeable):
     ) -> frozenset[str]:
         """Let these chunks be stored again, because a document with their text was added; return those still removed.
 
-        Without ids it only returns these. `namespace` None means all.
+        Without ids it only returns these. `namespace` None means all; chunks that were removed in all namespaces are
+        let in again everywhere, also if one is named.
         """
-        names = RowFilter(namespace=namespace, chunk_ids=tuple(chunk_ids)).chunk_ids
+        names = _checked_ids(chunk_ids, namespace)
         self._require_folder()
         removals = self._durable.catalog.removals
         if names:
@@ -570,7 +572,7 @@ class ChunkCacheStore(Closeable):
         stored again. Captures under way are not waited for: those of other chunks leave with the next call.
 
         Args:
-            chunk_ids: ids of the chunks that stay.
+            chunk_ids: ids of the chunks that stay; () removes all but the instructions.
             namespace: the tenant; None: all.
 
         Returns:
@@ -578,7 +580,7 @@ class ChunkCacheStore(Closeable):
 
         Raises what `remove_chunks` and `readmit_chunks` raise.
         """
-        held = frozenset(RowFilter(namespace=namespace, chunk_ids=tuple(chunk_ids)).chunk_ids or ())
+        held = frozenset(_checked_ids(chunk_ids, namespace))
         self._require_folder()
         others = self._durable.catalog.others(held, namespace=namespace)
         removed = self._removed(
@@ -697,6 +699,12 @@ class ChunkCacheStore(Closeable):
         self._home.require()
         if self._closed:
             raise StoreError(f"The store {self.root} is closed. Open it again to use it.")
+
+
+def _checked_ids(chunk_ids: Iterable[str], namespace: str | None) -> tuple[str, ...]:
+    """Return ids that may be removed. Raises ConfigError for a wrong one: a single text would count as its letters."""
+    ids = tuple(listed("chunk_ids", chunk_ids))
+    return RowFilter(namespace=namespace, chunk_ids=ids).chunk_ids or ()
 
 
 def _by_tier(counts: Mapping[tuple[str, str], int]) -> dict[str, dict[str, int]]:

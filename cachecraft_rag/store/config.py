@@ -71,7 +71,7 @@ class StoreConfig:
     eviction            eviction policy: saving, or f_r as published. A change computes all scores again, so all
                         processes on a folder should use the same policy
     host_bytes          bytes of chunk-caches in main memory; 0 switches the host tier off
-    device, device_bytes  torch's name of the model's device, and bytes of chunk-caches on it; None: main memory only
+    device, device_bytes  torch's name of the model's device, and bytes of chunk-caches on it; None or 0: none there
     codec               codec of new captures: raw (exact), int8 or entropy (smaller). Stored chunk-caches keep theirs,
                         and the instruction is always raw, because all chunks are computed after it. Memory keeps a
                         capture as it was computed, so a lossy codec takes effect once it has left memory

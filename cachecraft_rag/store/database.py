@@ -169,8 +169,8 @@ class Database:
     def writing(self, *, removes: bool = False) -> Block:
         """Return a block that lends the connection that writes, in a transaction; no other writer gets in between.
 
-        With `removes` it removes content for good (`note_removal`): once the block has ended, no power cut takes it
-        back.
+        It may not be nested, and an exception in it undoes its changes. With `removes` it removes content for good
+        (`note_removal`): once the block has ended, no power cut takes it back.
         """
         if self.read_only:
             raise self._error(
@@ -566,6 +566,7 @@ def connect_read_only(path: Path, *, timeout_s: float) -> sqlite3.Connection:
 
     If SQLite's helper files exist or can be made, changes by other processes are seen, and `timeout_s` is the longest
     wait for a lock, in seconds. Otherwise no process has the file open, and it is read without helper files and locks.
+    SQLite's errors are raised as they are.
     """
     place = path.absolute().as_uri()
     connect = partial(
@@ -595,7 +596,7 @@ def can_be_written(path: Path) -> bool:
 
 
 def fetched(connection: sqlite3.Connection, query: str, parameters: Parameters) -> list[Any]:
-    """Return all rows of a query, one tuple each, [] without rows."""
+    """Return all rows of a query, one tuple each, [] without rows. Text that is no UTF-8 holds surrogates."""
     try:
         return connection.execute(query, parameters).fetchall()
     except sqlite3.OperationalError as error:

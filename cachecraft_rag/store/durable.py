@@ -274,7 +274,7 @@ class DurableVariants:
             logger.warning("Removed chunk-cache %s of chunk %s: %s", path, chunk_id, reason)
 
     def evict(self, chosen: RowFilter, *, down_to_bytes: int | None = None) -> Evicted:
-        """Remove the chosen rows and their files, lowest score first, until at most `down_to_bytes` are left.
+        """Remove the chosen rows and their files: all, or the lowest-scored until at most `down_to_bytes` are left.
 
         Chosen chunk ids are no longer remembered as evicted. On a full disk files are deleted and rows stay as misses.
         """
@@ -289,8 +289,8 @@ class DurableVariants:
     ) -> list[Listed | DamagedRow]:
         """Remove all variants of these chunks, and those captured after one of them; refuse those of `refused`.
 
-        The refusal is noted first: no process stores such a variant after the rows were read here. The folder of an
-        older version's chunk-caches, where no catalog says what shaped them, is deleted, and the texts of audits are.
+        The refusal is noted first: no process stores such a variant after the rows were read here. The texts of audits
+        are deleted, and so is the folder of an older version's chunk-caches, because no catalog says what shaped them.
         Returns the rows that were there.
         """
         removed_rows: list[Listed | DamagedRow] = []
@@ -320,7 +320,7 @@ class DurableVariants:
         return bool(self._rules) and not is_recent and not self.read_only
 
     def apply_rules(self) -> None:
-        """Remove rows and files that one of the eviction rules evicts now."""
+        """Remove rows and files that one of the eviction rules evicts now; does nothing unless `rules_are_due`."""
         if not self.rules_are_due() or self.gone():
             return
         now = time.time()

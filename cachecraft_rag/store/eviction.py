@@ -39,7 +39,7 @@ class Use(NamedTuple):
 
     @classmethod
     def of(cls, recomputed: float, tokens: int) -> Use:
-        """Return one use of a chunk of `tokens` tokens, of which this fraction was recomputed; NaN counts as 1."""
+        """Return one use of a chunk of `tokens` (1 or more), of which this fraction was recomputed; NaN counts as 1."""
         share = max(recomputed, 0.0) if recomputed <= 1.0 else 1.0
         return cls(1.0 / max(share, 1.0 / tokens), 1.0 - share)
 
@@ -182,7 +182,7 @@ class LowestScored:
             self._rebuild()
 
     def name(self) -> str | None:
-        """Return the name of the item with the lowest score, among equal ones the lowest `order`."""
+        """Return the name of the item with the lowest score, of equal ones the lowest `order`; None without items."""
         while True:
             while self._heap:
                 score, order, name = self._heap[0]

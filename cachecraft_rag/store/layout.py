@@ -290,7 +290,11 @@ class StoredVariant:
     kv: torch.Tensor | None = None
 
     def __init__(self, source: ByteSource, variant: Variant) -> None:
-        """Read and verify the header; ValueError, with the reason, if it is damaged, too large or another's."""
+        """Read and verify the header; the source stays open after an error.
+
+        Raises ValueError, with the reason, if it is damaged or another variant's, ConfigError for an unknown codec, and
+        OSError if it cannot be read, or if the tensor would be implausibly large and no model's layout is known.
+        """
         self._codec = codec_named(variant.codec)
         layout = variant.payload_facts.layout
         longest = _LONGEST_HEADER if layout is None else longest_header(variant, layout)
@@ -372,9 +376,10 @@ class StoredVariant:
     def read(self, layer: int, start: int, stop: int, *, out: torch.Tensor | None = None) -> None:
         """Read a range of tokens of a layer into `kv[layer, :, start:stop]`, or `out` of that shape, and verify it.
 
-        Both ends must be borders of `extents`, which is not checked. Several threads may read different ranges at the
-        same time, of a `sequential` variant only one. Raises ValueError if the bytes are damaged, are not those that
-        were signed, or hold infinities, NaN, or numbers beyond 1e9; then no value of the range may be used.
+        Both ends must be borders of `extents`, which is not checked; `out` is as `scratch` makes it. Several threads
+        may read different ranges at the same time, of a `sequential` variant only one. Raises ValueError if the bytes
+        are damaged, are not those that were signed, or, where the model's layout is known, hold infinities, NaN, or
+        numbers beyond 1e9; then no value of the range may be used. Other `READ_ERRORS` may pass.
         """
         import torch
 
@@ -482,10 +487,11 @@ def longest_payload(variant: Variant, layout: KVLayout) -> int:
 
 
 def in_range(values: torch.Tensor) -> bool:
-    """Return True if all values, of any shape, are finite and none is larger than a key or value can be, 1e9 in size.
+    """Return True if all values are finite and none is larger than a key or value can be, 1e9 in size.
 
-    Compares bits, which sort like the values: positive numbers as signed, negative ones as unsigned integers. So NumPy
-    needs a single pass without a copy; torch would divide it among threads, which wait for each other.
+    `values` holds at least one, of any shape, on the CPU. Compares bits, which sort like the values: positive numbers
+    as signed, negative ones as unsigned integers. So NumPy needs a single pass without a copy; torch would divide it
+    among threads, which wait for each other.
 
     >>> import torch
     >>> [in_range(torch.tensor([1.0, value])) for value in (-1e9, 2e9, float("-inf"), float("nan"))]

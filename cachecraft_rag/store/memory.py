@@ -51,7 +51,8 @@ class MemoryTier:
     Args:
         budget_bytes: most bytes of all tensors; 0 switches the tier off.
         name: value of `LoadedVariant.tier` for its tensors.
-        on_leave: called with tensors that had to leave for others (Cache-Craft §3.5: demotion to the next tier).
+        on_leave: called by `add` with tensors that had to leave for others (Cache-Craft §3.5: demotion to the next
+            tier), in its thread and without a lock.
         policy: computes the eviction scores.
     """
 

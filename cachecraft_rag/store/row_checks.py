@@ -55,7 +55,7 @@ class RowBounds:
 
     layout          layout of the model's chunk-caches
     context_length  most tokens of a prompt, and so the most segments
-    segments        chunk id → number of its tokens, and the digest of their ids
+    segments        chunk id → number of its tokens, and the digest of their ids, for every chunk that is looked up
     """
 
     layout: KVLayout
@@ -131,7 +131,7 @@ def row_error(variant: Variant) -> str:
 def scores_are_wrong(scores: TokenScores, tokens: int) -> bool:
     """Return True if token scores are not `[tokens]`, or not valid attention: below 0, above `tokens`, or NaN.
 
-    The upper limit has a tolerance of 0.1 %.
+    The upper limit has a tolerance of 0.1 %. Unknown scores are not wrong.
     """
     inter = scores.inter
     if inter is None:

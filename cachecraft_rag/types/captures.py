@@ -29,7 +29,8 @@ class TokenScores:
 class Capture:
     """A newly computed chunk-cache that is to be stored.
 
-    kv             `[layers, 2, tokens, kv_heads, head_dim]`: raw keys and values, contiguous, on the CPU
+    kv             `[layers, 2, tokens, kv_heads, head_dim]`: raw keys and values, contiguous, on the CPU; not to be
+                   written to any more, because memory holds it
     extra_variant  True for a further variant of a stored chunk, which is dropped if a process has removed that chunk
     mark           mark by which its text is recognised in prompts, and the position of its last token
                    (`planning.found_text.marks`)

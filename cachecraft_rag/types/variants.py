@@ -126,7 +126,7 @@ TierName = Literal["device", "host", "disk", "remote"]
 
 @dataclass(frozen=True)
 class LoadedVariant:
-    """A chunk-cache in memory, verified against its checksum.
+    """A chunk-cache in memory, as it was computed here, or verified against its checksum.
 
     kv    `[layers, 2, tokens, kv_heads, head_dim]`, raw keys and values; shared, so it must not be written to
     tier  place that it was read from

@@ -126,8 +126,8 @@ def layer(run: Kernels, call: LayerCall, hidden: Tensor, rows: Sequence[LayerRow
     """Return a decoder layer's output, `[1, rows, hidden]` in the dtype of `hidden`; write the rows' keys and values.
 
     Each row's rotated keys and its values are written at its `position` from its addresses on, and then it attends to
-    the positions up to its own, within the window of `call`. Any number of rows may be given; it is made for the few of
-    decode steps. The addresses and shapes are not checked.
+    the positions up to its own, within the window of `call`. One or more rows may be given; it is made for the few of
+    decode steps. The addresses and shapes are not checked. `hidden` and `call` stay as they are.
     """
     hidden = hidden.clone(memory_format=torch.contiguous_format)
     count = len(rows)
@@ -197,9 +197,9 @@ class Drift:
 
     Args:
         run: the compiled kernels.
-        evidence: int64 row numbers of the recomputed tokens of each chunk; at least one chunk, and at least one row
-        each. positions: int64 `[rows]`, positions of the pass's rows. pieces: (chunk, first position, end) of each
-        range of positions to move.
+        evidence: int64 row numbers of the recomputed tokens of each chunk; at least one chunk, each with a row or more.
+        positions: int64 `[rows]`, positions of the pass's rows.
+        pieces: (chunk, first position, end) of each range of positions to move.
     """
 
     def __init__(

@@ -374,7 +374,7 @@ def attend(
         k, v: `[keys, kv_heads, head_dim]`, keys rotated. Without values only `lse` and `mass` are computed.
         visible: which keys each row sees.
         scale: multiplies the scores.
-        softcap: scores become softcap · tanh(scores / softcap); None = as they are.
+        softcap: above 0: scores become softcap · tanh(scores / softcap); None = as they are.
         sinks: float32 `[heads]`, the score of a position without a value, which each head may attend to; None = none.
         bounds: int64 `[segments + 1]`, ascending; segment i covers the positions `bounds[i]:bounds[i + 1]` and may be
             empty. None = compute no mass.

@@ -63,7 +63,11 @@ def test_a_path_that_is_hardly_faster_is_not_taken(
     assert found.names == {shape: paths_for(shape)[0] for shape in ("few", "some", "front")}
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{", '{"KEY": {"few": "blocks"}}', '{"KEY": 3}'])
+@pytest.mark.parametrize(
+    "content",
+    ["", "[]", "{", '{"KEY": {"few": "blocks"}}', '{"KEY": 3}', "[" * 100_000],
+    ids=lambda content: content[:30],
+)
 def test_a_damaged_file_is_measured_again(
     content: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -91,7 +91,10 @@ def test_conversion_keeps_weights_tokenizer_and_template(tiny_gguf: Path, tmp_pa
     assert "message['content']" in tokenizer.chat_template
 
 
-@pytest.mark.parametrize("damage", ["truncated", "deleted", "no manifest", "not json", "a list"])
+@pytest.mark.parametrize(
+    "damage",
+    ["truncated", "deleted", "no manifest", "not json", "a list", "names no file", "nested"],
+)
 def test_damaged_folder_is_seen_and_replaced(tiny_gguf: Path, tmp_path: Path, damage: str) -> None:
     target = tmp_path / "tiny"
     module.convert_gguf(tiny_gguf, target)
@@ -108,6 +111,10 @@ def test_damaged_folder_is_seen_and_replaced(tiny_gguf: Path, tmp_path: Path, da
             manifest.write_text("{")
         case "a list":
             manifest.write_text("[]")
+        case "names no file":
+            manifest.write_text("{}")
+        case "nested":
+            manifest.write_text("[" * 100_000)
     assert not module.is_complete(target)
     module.convert_gguf(tiny_gguf, target)
     assert module.is_complete(target)

@@ -210,7 +210,9 @@ def test_the_same_size_and_another_time_is_another_file(folder: Path, read: list
 
 
 @pytest.mark.parametrize(
-    "damage", [b"", b"{}", b"[1]", b'{"stamp": 1, "tensors": 2}', None], ids=repr
+    "damage",
+    [b"", b"{}", b"[1]", b'{"stamp": 1, "tensors": 2}', None, b"[" * 100_000],
+    ids=lambda damage: repr(damage)[:30],
 )
 def test_a_damaged_cache_is_made_again(
     damage: bytes | None, folder: Path, own_cache: Path, read: list[str]
@@ -251,6 +253,25 @@ def test_a_truncated_file_is_an_error(folder: Path) -> None:
     (folder / WEIGHTS).write_bytes(data[:-10])
     with pytest.raises(ValueError, match="truncated"):
         of(folder)
+
+
+@pytest.mark.parametrize(
+    "header", [b"[]", b'{"a": {}}', b'{"a": 5}', b'{"a": {"data_offsets": [0]}}'], ids=repr
+)
+def test_a_file_without_a_safetensors_header_is_an_error(folder: Path, header: bytes) -> None:
+    (folder / WEIGHTS).write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(ValueError, match=f"{WEIGHTS} is damaged"):
+        of(folder)
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", f"{WEIGHTS}.index.json"])
+def test_a_json_file_of_another_form_is_an_error(folder: Path, name: str) -> None:
+    if name.startswith(WEIGHTS):
+        (folder / WEIGHTS).unlink()
+    for text in ("[]", "[" * 100_000):
+        (folder / name).write_text(text)
+        with pytest.raises(ValueError, match=f"{name} is damaged"):
+            of(folder)
 
 
 def test_the_folder_of_a_hub_model_is_found_by_any_file_of_it(

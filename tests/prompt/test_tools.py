@@ -279,8 +279,9 @@ def test_names_that_are_no_names_are_refused(byte_tokenizer: Any, name: str) -> 
 def test_what_is_no_tool_is_refused(byte_tokenizer: Any, tools: Any) -> None:
     with pytest.raises(ConfigError, match=r"tool|parameters"):
         builder_of(byte_tokenizer, TEMPLATES["tagged"], tools)
-    with pytest.raises(ConfigError, match="as JSON"):
-        builder_of(byte_tokenizer, TEMPLATES["tagged"], [ADD | {"extra": {1, 2}}])
+    for extra in ({1, 2}, float("nan")):
+        with pytest.raises(ConfigError, match="as JSON"):
+            builder_of(byte_tokenizer, TEMPLATES["tagged"], [ADD | {"extra": extra}])
 
 
 TAGGED, BARE = CallFormat(native=True), CallFormat("name", "parameters", "", native=True)

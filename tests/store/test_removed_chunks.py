@@ -273,3 +273,18 @@ def test_nothing_to_remove_is_no_error_and_a_wrong_id_is(opened: Open) -> None:
         with pytest.raises(ConfigError, match="chunk_ids"):
             store.readmit_chunks(wrong)  # type: ignore[arg-type]
     assert store.readmit_chunks(()) == {"unknown"}
+
+
+def test_an_id_that_is_not_in_a_list_removes_nothing(opened: Open) -> None:
+    engine = opened()
+    ask(engine, PRICE, DESCALING)
+    held = engine.store.stats().variants
+    for change in (
+        engine.store.remove_chunks,
+        engine.store.readmit_chunks,
+        engine.store.sync_chunks,
+    ):
+        with pytest.raises(ConfigError, match="chunk_ids must be a list"):
+            change(PRICE.chunk_id)
+    assert engine.store.stats().variants == held
+    assert engine.store.readmit_chunks(()) == set()

@@ -175,7 +175,7 @@ class LoadSplit:
 
     @property
     def load_s(self) -> float:
-        """Remaining seconds of loading at the current rate, 0.0 without bytes left."""
+        """Remaining seconds of loading at the current rate, which must not be 0; 0.0 without bytes left."""
         return self.bytes_left / self.bytes_per_s
 
     def share(self, *, layers_left: float = 1.0) -> float:
@@ -230,7 +230,7 @@ class LoadSplit:
 
     @property
     def load_token_s(self) -> float:
-        """Mean seconds to load a waiting token."""
+        """Mean seconds to load a waiting token, of which there must be one."""
         return self.load_s / len(self.waiting)
 
     def _token_s(self, front_tokens: int) -> float:
@@ -239,7 +239,7 @@ class LoadSplit:
         return self.speed.seconds(self._extra_rows(front), passes=0) / len(front)
 
     def rest_s(self) -> float:
-        """Return the seconds to compute all that is left in one pass: `rows` and all waiting positions."""
+        """Return the seconds to compute all that is left in one pass, at a known speed: `rows` and `waiting`."""
         rows = self.rows + self._extra_rows(self.waiting)
         return self.speed.whole_s(rows) if self.is_untouched else self.speed.seconds(rows)
 
@@ -322,8 +322,8 @@ class Cake(LayerWise):
     def first_look(self, split: LoadSplit) -> WaitCondition:
         """Return the condition of the first decision: nothing if the rate is settled, otherwise all.
 
-        That lasts `first_look_s` at most, and `first_look_fraction` of the time to compute all that is left, if that is
-        known.
+        The wait lasts at most `first_look_s`, and at most `first_look_fraction` of the time to compute all that is
+        left, if the speed of computing is known.
         """
         if split.is_settled:
             return WaitCondition("nothing")

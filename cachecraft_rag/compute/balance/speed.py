@@ -65,13 +65,13 @@ class ComputeSpeed:
         return self._row_s is not None
 
     def seconds(self, rows: float, *, passes: float = 1.0) -> float:
-        """Return the time of rows, in the units of `rows`, in this number of passes with their fixed cost."""
+        """Return the seconds of rows, in the units of `rows`, in so many passes; the speed must be `known`."""
         self._settle()
         assert self._row_s is not None, "no pass was measured yet"
         return passes * self._fixed_s + rows * self._row_s
 
     def whole_s(self, rows: float) -> float:
-        """Return the time of one pass over a whole prompt with rows of this cost, in the units of `rows`."""
+        """Return the seconds of one pass over a whole prompt of so many `rows`; the speed must be `known`."""
         self._settle()
         assert self._row_s is not None, "no pass was measured yet"
         return self.piece_s + rows * (self._whole_row_s or self._row_s)
@@ -82,7 +82,7 @@ class ComputeSpeed:
         return self.piece_s if self._last_pass_s is None else self._last_pass_s
 
     def measured(self, rows: float, seconds: float, *, kind: PassKind = "last") -> None:
-        """Record a pass: its rows in units of `rows`, and its time in seconds.
+        """Record a pass: its rows in units of `rows`, at least one, and its time in seconds.
 
         The first pass, and each pass of at least 96 rows (in these units), update the time per row: the first sets it,
         and a later one moves it half of the way to the new value. After the first pass, a last pass of fewer rows

@@ -76,8 +76,8 @@ class CaptureDescriber:
         namespace: namespace of the stored variants, unless their context names another one.
         fingerprint: fingerprint of the model, unless their context has that of the model with an adapter.
         layout: layout of a chunk-cache.
-        start: runs the steps of one capture in the background, then calls its second argument with their result and
-            their error.
+        start: runs the steps of one capture in the background, then calls its second argument, in any thread, with
+            their result and None, or None and their error.
         max_bytes: limit for waiting captures, in bytes; while more are waiting, new captures are dropped.
     """
 
@@ -114,9 +114,9 @@ class CaptureDescriber:
         return removed
 
     def remove(self, chunk_ids: Sequence[str], namespace: str | None = None) -> None:
-        """Keep requests of a tenant that began before from storing these chunks, and wait for captures under way.
+        """Let requests of a tenant (None: of all) that run now store none of these chunks, nor any after one of them.
 
-        `namespace` None: of all tenants.
+        Waits without limit for captures of these chunks under way, of all tenants.
         """
         with self._guard:
             for removed, owner in self._followers.items():
@@ -230,7 +230,7 @@ class CaptureDescriber:
         return 4 * self._waiting_bytes > self._max_bytes
 
     def wait_for(self, segment_ids: Iterable[str], timeout: float | None = None) -> bool:
-        """Wait until all captures of these segments submitted by now have ended; False after `timeout` seconds."""
+        """Wait until all captures of these segments submitted by now have ended; False after `timeout` (None: never)."""
         wanted = frozenset(segment_ids)
         with self._guard:
             jobs = [

@@ -238,9 +238,9 @@ class Catalog:
         return files
 
     def chosen(self, chosen: RowFilter, *, down_to_bytes: int | None = None) -> list[FileRef]:
-        """Return files of the chosen rows, lowest score first: all, or only the first ones with `down_to_bytes`.
+        """Return files of the chosen rows, lowest score first: all, or those that must leave to reach `down_to_bytes`.
 
-        These are as many as leave at most `down_to_bytes` bytes of files with a row in the whole catalog.
+        That is a limit on the bytes of all files with a row, chosen or not.
         """
         with self._db.reading() as connection:
             excess = math.inf
@@ -252,9 +252,10 @@ class Catalog:
     def shaped_by(
         self, chunk_ids: Collection[str], *, namespace: str | None
     ) -> list[Listed | DamagedRow]:
-        """Return the rows of these chunks and of variants that one has shaped; `namespace` None means all.
+        """Return the rows of these chunks and of variants that one has, or may have, shaped; `namespace` None: all.
 
-        These were captured after it, or after a reused variant that it has shaped. It reads every row.
+        These were captured after it, or after a reused variant that it has shaped, or it is not known what has shaped
+        them. It reads every row.
         """
         removed = frozenset((*chunk_ids, removals.ANY))
         query = f"""SELECT v.variant_id, v.chunk_id, v.origin_prefix, sh.chunk_ids

@@ -92,7 +92,7 @@ class EvictionOrder:
     def freeing(
         self, connection: sqlite3.Connection, excess: float, chosen: RowFilter | None = None
     ) -> tuple[list[ScoredRow], float]:
-        """Return the first of the chosen rows whose files free at least `excess` bytes; and the bytes still missing."""
+        """Return the lowest-scored of the chosen rows (None: all) that free `excess` bytes; and the bytes missing."""
         parameters: Sequence[str | float] = ()
         query = f"{_ROW} ORDER BY score, created"
         if chosen is not None:
@@ -160,7 +160,7 @@ class EvictionOrder:
     def returned(
         self, connection: sqlite3.Connection, scope: int, chunk_id: str, *, first: bool
     ) -> Use | None:
-        """Return, once, the uses of an evicted chunk that is stored again, for its `first` variant. The clock moves."""
+        """Return, once, the uses of an evicted chunk whose `first` variant returns, and move the clock; else None."""
         query = f"DELETE FROM departed WHERE scope = ? AND chunk_id = ? RETURNING {_FREQUENCY}, {_SAVED}, place"
         departed = connection.execute(query, (scope, chunk_id)).fetchall()
         if not departed or not first:

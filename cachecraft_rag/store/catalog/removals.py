@@ -44,7 +44,7 @@ class Removals:
             connection.execute(_NOTE, _given(chunk_ids, namespace) | {"now": time.time()})
 
     def readmit(self, chunk_ids: Iterable[str], namespace: str | None) -> None:
-        """Forget that these chunks were removed; in one namespace also if they were removed in all."""
+        """Forget that these chunks were removed: in this namespace, and in all, if they were removed in all."""
         with self._db.writing() as connection:
             connection.execute(
                 f"DELETE FROM removed_chunks WHERE {_GIVEN}", _given(chunk_ids, namespace)

@@ -79,7 +79,7 @@ def pack_ids(ids: Sequence[str]) -> bytes | str:
 
 
 def unpack_ids(packed: bytes | str) -> tuple[str, ...]:
-    """Return the ids that `pack_ids` has packed. Damaged bytes give other ids and raise nothing."""
+    """Return the ids that `pack_ids` has packed. Damaged bytes give other ids, damaged text ValueError or TypeError."""
     if isinstance(packed, str):
         return tuple(json.loads(packed))
     text = packed.hex()
@@ -154,7 +154,7 @@ def variant_of_row(
 
 
 def unpacked(scores: bytes | None) -> np.ndarray | None:
-    """Return token scores from a column of the catalog, float32 `[tokens]`, a writable copy."""
+    """Return token scores from a column of the catalog, float32 `[tokens]`, a writable copy; None for None."""
     return None if scores is None else np.frombuffer(scores, dtype="<f4").astype(np.float32)
 
 

@@ -121,7 +121,8 @@ class DiskTier:
     def path(self, variant_id: str, created: float) -> Path:
         """Return the path of this variant's file.
 
-        `created` is part of the name: a replacement gets another file, so an old row never refers to a new file.
+        `created` is part of the name: a replacement gets another file, so an old row never refers to a new file. For
+        what is no id or time, as in a damaged row, it is a path in `root` that no file has.
         """
         if not (
             isinstance(created, float | int)

@@ -42,9 +42,9 @@ class RemoteStream(Closeable):
     ) -> None:
         """Begin to fetch.
 
-        `submit` hands a coroutine to the tier's event loop. `ended` is called once with the outcome, unless the stream
-        is closed before, or a signature does not match. `confirms` verifies each slice of `SLICE_BYTES` before any of
-        it is handed out.
+        `submit` hands a coroutine to the tier's event loop. `ended` is called once, in the thread that reads, with the
+        outcome, unless the stream is closed before, or a signature does not match. `confirms` verifies each slice of
+        `SLICE_BYTES` before any of it is handed out.
         """
         self._confirms = confirms
         self._slices = 0
