@@ -230,7 +230,7 @@ class CaptureDescriber:
         return 4 * self._waiting_bytes > self._max_bytes
 
     def wait_for(self, segment_ids: Iterable[str], timeout: float | None = None) -> bool:
-        """Wait until all captures of these segments submitted by now have ended; False after `timeout` (None: never)."""
+        """Wait until captures of these segments submitted so far have ended; False after `timeout` (None: never)."""
         wanted = frozenset(segment_ids)
         with self._guard:
             jobs = [
