@@ -196,6 +196,8 @@ def attention_sets(setting: Setting) -> Iterator[dict[str, Any]]:
 def copies(setting: Setting) -> Iterator[dict[str, Any]]:
     """Yield a row for each length and way to copy or place all chunk-caches of a prompt."""
     for tokens in setting.lengths:
+        if len(prompt(setting, tokens)[1]) < 4:  # so short that it has no chunk
+            continue
         ways, nbytes = _moves(setting, tokens)
         for name, move in ways.items():
             spent = seconds(setting, move)

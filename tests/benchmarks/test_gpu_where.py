@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,10 @@ def test_copies_and_placing_are_timed_in_every_way() -> None:
     rows = list(gpu_where.copies(SETTING))
     assert len(rows) == 2 * 6
     assert all(row["gb_per_s"] > 0 for row in rows)
+
+
+def test_a_prompt_so_short_that_it_has_no_chunk_has_no_copies() -> None:
+    assert list(gpu_where.copies(replace(SETTING, lengths=(22,)))) == []
 
 
 @pytest.mark.parametrize("part", [gpu_where.passes, gpu_where.new_documents])
