@@ -1,7 +1,11 @@
 """The GPU path of cachecraft-rag measured on a Llama-3-8B shape with random weights: exactness first, then speed.
 
-    python -m benchmarks.gpu --json gpu.json          # one GPU with 80 GB; made to end within 8 minutes
-    python -m benchmarks.gpu --tiny                   # a toy model; without a GPU under Triton's interpreter
+    timeout 600 python -m benchmarks.gpu --json gpu.json    # one GPU with 80 GB; ends within ten minutes
+    python -m benchmarks.gpu --tiny                         # a toy model; without a GPU under Triton's interpreter
+
+Made to run unattended: the file is written after each row, a part that fails leaves its error and the next one runs,
+and what the time is too short for is named under "left_out". `benchmarks.gpu_where` has the parts that measure one
+thing each.
 
 Needs torch, triton, transformers and this package (`pip install --no-deps .` where they are installed). Nothing is
 downloaded. The answer of random weights means nothing, but its time and its exactness do.
@@ -35,14 +39,28 @@ PARTS = (
     "gates",
     "side_stream",
     "bus",
+    "ceilings",
+    "attention",
+    "copies",
+    "passes",
+    "steps",
+    "traces",
+    "new_documents",
+    "small_models",
     "lengths",
     "requests",
     "profile",
     "vllm",
 )
-GPU_ONLY = {"warm_up", "side_stream", "bus"}
+GPU_ONLY = {
+    "warm_up"
+}  # of prompts of a thousand tokens, for which Triton's interpreter takes minutes
 EXACT = ("kernels", "gates", "side_stream")  # parts whose rows have passed or not
-ENGINE_PARTS = {"requests", "vllm"}  # the engine's threads choose torch's inference mode themselves
+ENGINE_PARTS = {
+    "requests",
+    "small_models",
+    "vllm",
+}  # the engine's threads choose torch's inference mode themselves
 TARGETS = {"ratio_device": 0.25, "ratio_host": 0.30}  # at 16k tokens, share 0.15; at most
 RATES = {"attention_of_stock": 0.60, "gather_of_copy": 0.75}  # at least
 TOLERANCE = {"float32": 2e-4, "bfloat16": 2e-2, "float16": 4e-3}  # of a kernel against float64
@@ -68,6 +86,11 @@ class Setting:
         """True if a GPU is measured."""
         return self.device == "cuda"
 
+    @property
+    def is_late(self) -> bool:
+        """True if the time is up."""
+        return time.monotonic() > self.deadline
+
 
 LLAMA_8B = {
     "vocab_size": 128256,
@@ -90,9 +113,7 @@ TINY = {
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument(
-        "--tokens", help="prompt lengths, comma-separated; default 4096,8192,16384,32768"
-    )
+    parser.add_argument("--tokens", help="prompt lengths, comma-separated; default 4096,8192,16384")
     parser.add_argument(
         "--share", type=float, default=0.15, help="part of the stored tokens that is recomputed"
     )
@@ -100,7 +121,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--repeats", type=int, default=10, help="timings of which the fastest counts; all are kept"
     )
     parser.add_argument(
-        "--minutes", type=float, default=7.5, help="no length is begun that would end later"
+        "--minutes", type=float, default=9.0, help="no length is begun that would end later"
     )
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--parts", help=f"comma-separated; by default all: {', '.join(PARTS)}")
@@ -134,7 +155,7 @@ def setting_of(given: argparse.Namespace) -> Setting:
         os.environ["TRITON_INTERPRET"] = "1"
     lengths = [
         int(part)
-        for part in (given.tokens or ("48" if given.tiny else "4096,8192,16384,32768")).split(",")
+        for part in (given.tokens or ("48" if given.tiny else "4096,8192,16384")).split(",")
     ]
     return Setting(
         device="cuda" if on_gpu else "cpu",
@@ -405,7 +426,7 @@ def side_stream(setting: Setting, device: str) -> dict[str, Any]:
 
     decoder = decoder_of(replace(setting, device=device), layers=2)
     own = captured_on(decoder, setting, None)
-    other = captured_on(decoder, setting, torch.cuda.Stream(device))
+    other = captured_on(decoder, setting, torch.cuda.Stream(device) if setting.on_gpu else None)
     pairs = list(zip(own, other, strict=True))
     return {
         "device": device,
@@ -440,22 +461,19 @@ def captured_on(decoder: Any, setting: Setting, stream: Any) -> list[Any]:
         return thread.submit(copy_all).result()
 
 
-def bus_rates() -> dict[str, float]:
+def bus_rates(setting: Setting) -> dict[str, float]:
     """GB/s of copies to the GPU from pageable and from page-locked memory."""
     import torch
 
-    nbytes = 256 << 20
+    nbytes = (256 << 20) if setting.on_gpu else 1 << 16
+    target = torch.empty(nbytes, dtype=torch.uint8, device=setting.device)
     rates = {}
-    for name, pinned in (("pageable", False), ("pinned", True)):
-        source = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
-        source.zero_()
-        source.to("cuda")
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        for _ in range(4):
-            source.to("cuda", non_blocking=True)
-        torch.cuda.synchronize()
-        rates[f"{name}_gb_per_s"] = 4 * nbytes / (time.perf_counter() - began) / 1e9
+    for name, pinned in (("pageable", False), ("pinned", setting.on_gpu)):
+        source = torch.zeros(nbytes, dtype=torch.uint8)
+        if pinned:
+            source = source.pin_memory()
+        copying_s = seconds(setting, partial(target.copy_, source, non_blocking=True), calls=4)
+        rates[f"{name}_gb_per_s"] = nbytes / copying_s / 1e9
     return rates
 
 
@@ -651,8 +669,6 @@ def vllm_requests(setting: Setting, decoder: Any, *, eager: bool) -> Iterator[di
         torch.cuda.empty_cache()
     # the instruction and the template alone are some 130 tokens
     lengths = [max(tokens, 512) for tokens in setting.lengths]
-    if time.monotonic() > setting.deadline:  # vLLM alone takes minutes to start
-        return
     wanted = replace(setting, lengths=lengths)
     with gpu_vllm.started(wanted, eager=eager or not setting.on_gpu) as engine:
         yield from by_length(wanted, lambda: engine, gpu_vllm.requests)
@@ -743,32 +759,59 @@ def targets(lengths: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
+class OutOfTimeError(Exception):
+    """The time is up; the text names what is left out."""
+
+
 class Report:
     """The figures so far. They are written after every row, and a part that fails leaves its error and its rows.
 
     Args:
         path: file to write; None = no file.
         machine: facts about the machine.
+        is_late: returns True once the time is up: then no part begins and no further row is measured.
     """
 
-    def __init__(self, path: Path | None, machine: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        path: Path | None,
+        machine: dict[str, Any],
+        is_late: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._path = path
-        self.figures: dict[str, Any] = {"machine": machine, "errors": {}}
+        self._is_late = is_late
+        self.figures: dict[str, Any] = {"machine": machine, "errors": {}, "left_out": []}
 
     def part(self, name: str, title: str, rows: Callable[[], Iterator[dict[str, Any]]]) -> None:
         """Measure one part: keep its rows, write the file after each, and print them as a table."""
         kept = self.figures[name] = []
         print(f"\n{title}", flush=True)
+        began = time.perf_counter()
         try:
-            for row in rows():
-                kept.append(row)
-                self.write()
+            self._keep(kept, rows)
+        except OutOfTimeError as error:
+            print(f"The time is up: {error} is left out")
+            self.figures["left_out"].append(f"{name}: {error}")
         except Exception as error:  # noqa: BLE001  # whatever it is, the other parts are measured
             traceback.print_exc()
             self.figures["errors"][name] = f"{type(error).__name__}: {error}"
-            self.write()
+        self.figures.setdefault("part_s", {})[name] = round(time.perf_counter() - began, 1)
+        self.write()
         if kept:
             print(table(kept), flush=True)
+
+    def _keep(
+        self, kept: list[dict[str, Any]], rows: Callable[[], Iterator[dict[str, Any]]]
+    ) -> None:
+        self._check_time()
+        for row in rows():
+            kept.append(row)
+            self.write()
+            self._check_time()
+
+    def _check_time(self) -> None:
+        if self._is_late():
+            raise OutOfTimeError("what follows")
 
     def write(self) -> None:
         """Write the figures to the file."""
@@ -799,11 +842,46 @@ def main(argv: Sequence[str] | None = None) -> int:
         "share": setting.share,
     }
     print(*(f"{name} {value}" for name, value in machine.items()), sep=", ")
-    report = Report(given.json, machine)
+    report = Report(given.json, machine, lambda: setting.is_late)
+    parts = parts_of(setting, given)
+    assert set(parts) == set(PARTS)
+    for name in chosen_parts(given.parts):
+        if name == "vllm" and importlib.util.find_spec("vllm") is None:
+            print("\nvLLM is not installed: its part is left out")
+            continue
+        if name in GPU_ONLY and not setting.on_gpu:
+            continue
+        title, rows = parts[name]
+        with torch.inference_mode(name not in ENGINE_PARTS):
+            report.part(name, title, rows)
+    if report.figures.get("lengths"):
+        report.figures["targets"] = targets(report.figures["lengths"])
+        report.write()
+        print("\nTargets (of a GPU)", table(report.figures["targets"]), sep="\n")
+    for name, error in report.figures["errors"].items():
+        print(f"{name} failed: {error}")
+    return 0 if report.is_exact else 1
+
+
+Part = tuple[str, Callable[[], Iterator[dict[str, Any]]]]
+
+
+def parts_of(setting: Setting, given: argparse.Namespace) -> dict[str, Part]:
+    """The title and the rows of each part, by its name."""
     whole = cache(partial(decoder_of, setting))  # made by the first part that needs it
-    devices = [f"cuda:{number}" for number in range(torch.cuda.device_count())]
-    middle = sorted(setting.lengths)[len(setting.lengths) // 2]
-    parts: dict[str, tuple[str, Callable[[], Iterator[dict[str, Any]]]]] = {
+    return (
+        _exact_parts(setting)
+        | _where_parts(setting, whole, given)
+        | _ratio_parts(setting, whole, given)
+    )
+
+
+def _exact_parts(setting: Setting) -> dict[str, Part]:
+    import torch
+
+    numbers = range(torch.cuda.device_count())
+    devices = [f"cuda:{number}" for number in numbers] if setting.on_gpu else ["cpu"]
+    return {
         "warm_up": ("Compiling the kernels", lambda: iter([warm_up_times(setting)])),
         "kernels": ("Kernels against float64", lambda: kernels_exact(setting)),
         "gates": ("Gates", lambda: gates(setting)),
@@ -811,7 +889,41 @@ def main(argv: Sequence[str] | None = None) -> int:
             "Captures on a side stream",
             lambda: (side_stream(setting, device) for device in devices),
         ),
-        "bus": ("Copies to the GPU", lambda: iter([bus_rates()])),
+        "bus": ("Copies to the GPU", lambda: iter([bus_rates(setting)])),
+    }
+
+
+def _where_parts(
+    setting: Setting, whole: Callable[[], Any], given: argparse.Namespace
+) -> dict[str, Part]:
+    from benchmarks import gpu_where
+
+    folder = given.json.absolute().parent if given.json else None
+    shortest = min(setting.lengths)
+    return {
+        "ceilings": ("What the machine can do", lambda: gpu_where.ceilings(setting)),
+        "attention": ("Attention over sets of rows", lambda: gpu_where.attention_sets(setting)),
+        "copies": ("Copying and placing chunk-caches", lambda: gpu_where.copies(setting)),
+        "passes": ("Passes and probe", lambda: by_length(setting, whole, gpu_where.passes)),
+        "steps": (
+            "Requests in a row through the connector",
+            lambda: by_length(setting, whole, gpu_where.steps),
+        ),
+        "traces": (
+            f"Traces of {shortest} tokens",
+            lambda: gpu_where.traces(setting, whole(), shortest, folder),
+        ),
+        "new_documents": (
+            "Prefills of new documents",
+            lambda: by_length(setting, whole, gpu_where.new_documents),
+        ),
+        "small_models": ("Small models", lambda: gpu_where.small_models(setting)),
+    }
+
+
+def _ratio_parts(setting: Setting, whole: Any, given: argparse.Namespace) -> dict[str, Part]:
+    middle = sorted(setting.lengths)[len(setting.lengths) // 2]
+    return {
         "lengths": ("Prefill by prompt length", lambda: by_length(setting, whole, length_row)),
         "profile": (
             f"Operations of a prefill of {middle} tokens",
@@ -826,21 +938,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             lambda: vllm_requests(setting, whole, eager=given.eager),
         ),
     }
-    assert set(parts) == set(PARTS)
-    for name in chosen_parts(given.parts):
-        if name == "vllm" and importlib.util.find_spec("vllm") is None:
-            print("\nvLLM is not installed: its part is left out")
-        elif setting.on_gpu or name not in GPU_ONLY:
-            title, rows = parts[name]
-            with torch.inference_mode(name not in ENGINE_PARTS):
-                report.part(name, title, rows)
-    if report.figures.get("lengths"):
-        report.figures["targets"] = targets(report.figures["lengths"])
-        report.write()
-        print("\nTargets (of a GPU)", table(report.figures["targets"]), sep="\n")
-    for name, error in report.figures["errors"].items():
-        print(f"{name} failed: {error}")
-    return 0 if report.is_exact else 1
 
 
 def by_length(
@@ -856,8 +953,7 @@ def by_length(
         started = time.monotonic()
         # the next one is twice as long
         if started + 3 * spent > setting.deadline:
-            print(f"{tokens} tokens and all after them are left out: the time is up")
-            return
+            raise OutOfTimeError(f"{tokens} tokens and all after them")
         yield measure(setting, made, tokens)
         spent = time.monotonic() - started
 

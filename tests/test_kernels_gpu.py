@@ -15,6 +15,19 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 TARGETS = {"ratio_device", "ratio_host", "attention_of_stock", "gather_of_copy"}
+# the others run without the interpreter, in tests/benchmarks/test_gpu_where.py
+PARTS_HERE = (
+    "kernels",
+    "gates",
+    "side_stream",
+    "bus",
+    "ceilings",
+    "attention",
+    "copies",
+    "lengths",
+    "requests",
+    "profile",
+)
 KERNELS = ("attend", "combine", "mean_change", "place", "received", "rotate", "write_rows")
 
 
@@ -117,7 +130,8 @@ def test_the_gpu_bench_runs_on_a_toy_model_and_needs_little_else(tmp_path: Path)
     code = f"""
 import runpy, sys
 for name in {without}: sys.modules[name] = None  # importing it now fails
-sys.argv = ["gpu.py", "--tiny", "--tokens", "22,38", "--json", {str(tmp_path / "gpu.json")!r}]
+sys.argv = ["gpu.py", "--tiny", "--tokens", "22,38", "--minutes", "60", "--parts", {",".join(PARTS_HERE)!r}]
+sys.argv += ["--json", {str(tmp_path / "gpu.json")!r}]
 sys.path.append(".")  # last, so that the folder `kernels` hides no package
 runpy.run_module("benchmarks.gpu", run_name="__main__")
 """
@@ -132,6 +146,9 @@ runpy.run_module("benchmarks.gpu", run_name="__main__")
     assert {"rotate", "place", "write_rows", "mean_change", "attention, window"} <= {
         row["kernel"] for row in report["kernels"]
     }
+    assert report["left_out"] == []
+    for part in PARTS_HERE:
+        assert report[part], f"{part} has no rows"
     assert [row["tokens"] for row in report["lengths"]] == [22, 38, 22], "the first one again"
     for row in report["lengths"]:
         assert all(

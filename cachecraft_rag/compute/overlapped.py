@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from cachecraft_rag.compute.balance.load_split import (
     LOADING_CONSTANTS,
     STRATEGIES,
+    FrontInLastPass,
     LoadSplit,
     WaitCondition,
 )
@@ -99,6 +100,8 @@ class OverlappedPrefill:
             the front compute them, and captures of all but the last pass are kept in main memory. A chunk to be
             captured is not divided.
             MemoryError in a pass if loads fail so late that it would have more rows. None: no limit.
+        decides_once: with "cake", decide once before the last pass what is computed instead of loaded. Several ranks
+            must run the same passes, and the first one decides.
     """
 
     def __init__(
@@ -112,6 +115,7 @@ class OverlappedPrefill:
         runs_ahead: bool = False,
         longest_call_s: Callable[[], float] | None = None,
         most_rows: int | None = None,
+        decides_once: bool = False,
     ) -> None:
         self._most_rows = most_rows
         self._longest_call_s = longest_call_s or (lambda: LONGEST_CALL_S)
@@ -125,6 +129,8 @@ class OverlappedPrefill:
         self._timer = timer
         self._constants = LOADING_CONSTANTS
         self._strategy = STRATEGIES[job.loading]
+        if decides_once and self._strategy.computes_front:
+            self._strategy = FrontInLastPass()
 
         self._layers = stack.layout.layers
         self._ids = np.asarray(job.token_ids, dtype=np.int64)  # [tokens]
@@ -170,10 +176,12 @@ class OverlappedPrefill:
 
             # Decide after the wait, because more has been loaded by now.
             decision = self._strategy.next_piece(self._split())
-            tokens, is_last = self._stack.ranks.lead(decision)
+            ranks = self._stack.ranks
+            tokens, is_last = ranks.lead(decision)
+            piece = ranks.lead(self._loads.incomplete()[: round(tokens)]) if tokens else []
             # while a front is computed, readers take whole extents from the end
             self._loads.layer_first = is_last
-            piece = self._loads.take(tokens)
+            self._loads.compute(piece)
             self._compute_instead(self._agreed(self._loads.failed()))
             self._compute_instead(piece)
 
@@ -539,7 +547,7 @@ class OverlappedPrefill:
             and (model.gives_raw or not row_pass.has_captures)
             and self._expected_s(row_pass, layers) <= self._longest_call_s()
         )
-        return not self._stack.ranks.agree(frozenset(() if can_run else ("layer by layer",)))
+        return self._stack.ranks.least(int(can_run)) == 1
 
     def _expected_s(self, row_pass: RowPass, layers: int) -> float:
         """Return how long the host will be busy with these layers of a pass; 0 if no pass was measured yet.

@@ -3,13 +3,28 @@
 from __future__ import annotations
 
 import json
+import math
+import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.gpu import PARTS, Report, chosen_parts, table
+from benchmarks.gpu import PARTS, TINY, Report, Setting, by_length, chosen_parts, table
+
+SETTING = Setting(
+    device="cpu",
+    dtype="float32",
+    shape=TINY,
+    lengths=(16, 32),
+    chunk=16,
+    question=6,
+    share=0.15,
+    repeats=1,
+    deadline=math.inf,
+)
 
 
 def test_a_part_that_fails_leaves_its_rows_its_error_and_the_others(tmp_path: Path) -> None:
@@ -50,6 +65,31 @@ def test_a_row_is_in_the_file_before_the_next_one_is_measured(tmp_path: Path) ->
     report = Report(path, {})
     report.part("lengths", "Lengths", rows)
     assert report.figures["errors"] == {}
+
+
+def test_what_the_time_is_too_short_for_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "gpu.json"
+    times = iter([False, False, True, True])
+
+    report = Report(path, {}, lambda: next(times))
+    report.part("copies", "Copies", lambda: iter([{"tokens": 16}, {"tokens": 32}, {"tokens": 64}]))
+    report.part("passes", "Passes", lambda: iter([{"tokens": 16}]))
+    written = json.loads(path.read_text())
+    assert written["copies"] == [{"tokens": 16}, {"tokens": 32}]
+    assert written["passes"] == []
+    assert written["left_out"] == ["copies: what follows", "passes: what follows"]
+    assert written["errors"] == {}
+
+
+def test_a_length_that_would_end_too_late_is_not_begun(tmp_path: Path) -> None:
+    setting = replace(SETTING, deadline=time.monotonic() - 1)
+    report = Report(tmp_path / "gpu.json", {})
+    report.part(
+        "passes",
+        "Passes",
+        lambda: by_length(setting, lambda: None, lambda *_given: {"tokens": 16}),
+    )
+    assert report.figures["left_out"] == ["passes: 16 tokens and all after them"]
 
 
 def test_an_inexact_result_is_a_failure() -> None:

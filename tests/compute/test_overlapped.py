@@ -207,7 +207,8 @@ class Led(Alone):
         self._decisions = decisions
 
     def lead(self, decision: Any) -> Any:
-        return next(self._decisions)
+        # otherwise the positions, which follow from that
+        return next(self._decisions) if isinstance(decision, tuple) else decision
 
 
 @KEPT_OR_NOT

@@ -60,7 +60,7 @@ class WholeRanks(TensorParallel):
         return kv
 
     def least(self, own: int) -> int:
-        self.counts["least"] += 1
+        self.counts["depth"] += own > 1  # not a yes or no
         return super().least(own)
 
 
@@ -176,7 +176,24 @@ def one_has_it_in_memory(rank: Rank, fill: Fill, _signal: Signal) -> None:
 def all_is_loaded_first(rank: Rank, fill: Fill, _signal: Signal) -> None:
     """One meeting says that all layers are there, for the probe and for the pass."""
     rank.fill(fill)
-    assert rank.counts["least"] == 1
+    assert rank.counts["depth"] == 1
+
+
+def the_first_rank_computes_a_front(rank: Rank, fill: Fill, signal: Signal) -> None:
+    """Both compute the tokens that the first rank lacked, also where the other one has them."""
+    front = 100.0 if rank.number == 0 else 0.0
+    load_split.FrontInLastPass.next_piece = lambda *_split: (front, True)  # type: ignore[assignment]
+    if rank.number == 0:
+        rank.disk.from_layer(1, signal.wait)
+    rank.step_to_layer(1, fill)
+    if rank.number == 1:
+        signal.set()
+    done = rank.step()
+    while not done:
+        done = rank.step()
+    question = fill.stop - fill.ask.prompt.bounds[-2]
+    layers = rank.stack.decoder.layout.layers
+    assert rank.reports["r"]["row_layers"] == (100 + question) * layers
 
 
 Scene = Callable[[Rank, Fill, Signal], None]
@@ -261,6 +278,7 @@ def engine(tiny_decoder: Callable[..., Decoder], tmp_path: Path) -> Iterator[Eng
     [
         (one_disk_is_slow, EXACT, {}),
         (one_disk_is_slow, MOVED, {}),
+        (the_first_rank_computes_a_front, EXACT, {}),
         # exact, so that it does not matter after which layer the ranks notice it
         (one_disk_fails, EXACT, {}),
         (it_ends_between_layers, MOVED, {}),

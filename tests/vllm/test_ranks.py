@@ -42,6 +42,11 @@ def test_two_ranks_answer_as_one_and_fail_as_one(
     # every load is from disk
     server = make_server(folder, root, caches={"host_bytes": 0}, tensor_parallel_size=2)
     assert_all_equal(server, cases, layers)
+    layer_by_layer = {
+        name: replace(one, config=one.config.with_method(loading="layerwise"))
+        for name, one in cases.items()
+    }
+    assert_all_equal(server, layer_by_layer, layers)
     assert_captures_are_whole(server, folder, root, tmp_path / "alone", layers)
     assert_no_rank_waits_for_one_that_failed(server, cases, layers)
 

@@ -346,6 +346,25 @@ class Cake(LayerWise):
         return split.next_piece()
 
 
+class FrontInLastPass(LayerWise):
+    """Compute a front within the last pass, decided once, and load the rest layer by layer: Cake for several ranks.
+
+    Nothing stored is computed while the speed of computing or loading is unknown.
+    """
+
+    def before_pass(self, split: LoadSplit, layers: int) -> WaitCondition:
+        """Return the condition of the pass: "nothing" if it computes a front, otherwise that of layer-wise loading."""
+        front, _ = self.next_piece(split)
+        return WaitCondition("nothing") if front else super().before_pass(split, layers)
+
+    def next_piece(self, split: LoadSplit) -> tuple[float, bool]:
+        """Return the number of tokens in the front, and True."""
+        if not (split.speed.known and split.is_settled and split.bytes_per_s > 0.0):
+            return 0.0, True
+        tokens, is_last = split.next_piece()
+        return tokens if is_last else split.share(), True
+
+
 STRATEGIES: Mapping[Loading, LayerWise] = MappingProxyType(
     {"cake": Cake(), "layerwise": LayerWise(), "whole": Whole()}
 )

@@ -402,6 +402,20 @@ class PendingLoads:
                 self._take_first(extent, len(taken))
         return positions
 
+    def compute(self, positions: Iterable[int]) -> None:
+        """Take these positions to compute them, even if they are loaded by now: the next ones of their extents."""
+        wanted = frozenset(positions)
+        if not wanted:
+            return
+        with self._lock:
+            self._stretches = None
+            for extent in self.extents:
+                tokens = len(wanted.intersection(extent.positions))
+                if extent.is_open and tokens:
+                    self._take_first(extent, tokens)
+                else:
+                    extent.taken += tokens
+
     def leave_out(self, positions: Iterable[int]) -> None:
         """Read no further layers of the extents whose tokens are all among these positions.
 

@@ -40,28 +40,23 @@ class Filling:
         store: ChunkCacheStore,
         loader: Loader,
         speed: ComputeSpeed,
-        layerwise: bool = False,
+        decides_once: bool = False,
         longest_call_s: Callable[[], float] | None = None,
         most_rows: int | None = None,
     ) -> None:
         """Make the plan, open the chunk-caches and begin to load them.
 
         Args:
-            layerwise: True to compute nothing that is stored while it loads. Needed with several ranks: they read at
-                different speeds and must run the same passes.
-            longest_call_s, most_rows: see `OverlappedPrefill`.
+            decides_once, longest_call_s, most_rows: see `OverlappedPrefill`.
         """
         self.fill = fill
         self._stack = stack
         self._loader = loader
         self._began = time.perf_counter()
-        config = fill.ask.config
-        if layerwise and config.method.loading == "cake":
-            config = config.with_method(loading="layerwise")
         self._job = resolve(
             fill.ask.prompt,
             fill.found,
-            config,
+            fill.ask.config,
             store=store,
             ranks=stack.ranks,
             answer_tokens=0,
@@ -87,6 +82,7 @@ class Filling:
                 runs_ahead=True,
                 longest_call_s=longest_call_s,
                 most_rows=most_rows,
+                decides_once=decides_once,
             ).steps()
             self._step: Step = next(self._steps)
         except BaseException:  # whatever it is, readers stop
@@ -112,8 +108,7 @@ class Filling:
         """
         while self.result is None and not isinstance(step := self._step, Forward):
             now = time.perf_counter()
-            ranks = self._stack.ranks
-            late = ranks.agree(frozenset(() if step.ready() else ("late",)))
+            late = not self._stack.ranks.least(int(step.ready()))
             if late and (step.timeout_s is None or now - self._asked_at < step.timeout_s):
                 return
             self._load_s += now - self._asked_at

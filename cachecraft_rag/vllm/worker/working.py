@@ -248,7 +248,7 @@ class Workers:
 
     def _any_rank(self, is_over: bool) -> bool:
         """Return True if a limit of time is passed on any rank: all of them must run the same layers."""
-        return bool(self._ranks.agree(frozenset(("time",) if is_over else ())))
+        return self._ranks.least(int(not is_over)) == 0
 
     @property
     def is_filling(self) -> bool:
@@ -455,7 +455,7 @@ class Workers:
             store=self._store,
             loader=self._loader,
             speed=self._speed,
-            layerwise=self._ranks.size > 1,
+            decides_once=self._ranks.size > 1,
             longest_call_s=lambda: self._longest_call_s,
             most_rows=self._rows_of_a_pass(fill.adapter),
         )

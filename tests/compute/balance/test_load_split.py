@@ -8,7 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cachecraft_rag.compute.balance.load_split import STRATEGIES, LoadSplit, WaitCondition
+from cachecraft_rag.compute.balance.load_split import (
+    STRATEGIES,
+    FrontInLastPass,
+    LoadSplit,
+    WaitCondition,
+)
 from cachecraft_rag.compute.balance.speed import ComputeSpeed
 
 TOKENS, QUESTION = 2048, 40
@@ -45,6 +50,25 @@ def test_a_front_is_computed_in_pieces_of_half_its_share_and_the_rest_goes_with_
     assert ends.next_piece() == (ends.share() / 2, False)
     few = replace(ends, waiting=range(500), bytes_left=500)
     assert few.next_piece() == (pytest.approx((500 - QUESTION - 30) / 2), True)
+
+
+def test_several_ranks_compute_the_whole_front_in_the_last_pass() -> None:
+    ranks = FrontInLastPass()
+    ends = ends_of(1.0)
+    assert ranks.next_piece(ends) == (ends.share(), True)
+    assert ranks.before_pass(ends, 32) == WaitCondition("nothing")
+    slow = ends_of(0.1, fixed_s=0.3)
+    assert ranks.next_piece(slow) == (TOKENS, True), "on a slow disk everything"
+
+
+def test_several_ranks_load_layer_by_layer_where_no_front_pays_or_nothing_is_known() -> None:
+    ranks = FrontInLastPass()
+    fast = ends_of(100.0)
+    unknown = replace(ends_of(0.1), speed=ComputeSpeed(1e12))
+    for ends in (fast, unknown, ends_of(0.1, is_settled=False), replace(fast, waiting=())):
+        assert ranks.next_piece(ends) == (0.0, True)
+        layer_wise = STRATEGIES["layerwise"].before_pass(ends, 32)
+        assert ranks.before_pass(ends, 32) == layer_wise
 
 
 def test_until_the_rate_is_settled_a_front_goes_ahead_that_pays_with_loading_twice_as_fast() -> (
