@@ -370,7 +370,7 @@ class OverlappedPrefill:
             yield from self._join(row_pass, late)
             if focus is None and self._can_run_at_once(row_pass, self._layers, is_loaded=is_loaded):
                 yield from self._run_at_once(row_pass, self._layers, place)
-                break
+                continue
             place(layer)
             yield from self._run_layer(row_pass)
             if focus is not None and focus.decide(layer):
@@ -421,7 +421,7 @@ class OverlappedPrefill:
             yield from self._join(row_pass, late)
             if self._can_run_at_once(row_pass, probe.layers, is_loaded=is_loaded):
                 yield from self._run_at_once(row_pass, probe.layers, place)
-                break
+                continue
             place(row_pass.layer)
             yield from self._run_layer(row_pass)
         return self._replanned(request, probe), probe.layers
@@ -562,9 +562,10 @@ class OverlappedPrefill:
     def _run_at_once(
         self, row_pass: RowPass, layers: int, place: Callable[[int], object]
     ) -> Generator[Step, bool, None]:
-        self._row_layers += layers * len(row_pass.positions)
-        row_pass.at_once = AtOnce(layers, place)
+        """Run these layers in one call; only the first one, if the driver has divided the pass."""
+        row_pass.at_once = AtOnce(layers, place, self._expected_s(row_pass, layers))
         yield Forward(row_pass)
+        self._row_layers += row_pass.layer * len(row_pass.positions)
 
     def _wait_for_layer(
         self, layer: int, row_pass: RowPass, *, take_over: bool

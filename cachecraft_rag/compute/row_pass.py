@@ -57,12 +57,14 @@ class Observer(Protocol):
 class AtOnce:
     """A run of a pass through its first layers in one call of the stack's `whole_model`.
 
-    layers  number of layers; the last one only writes keys and values
-    place   places the chunk-caches of a layer, just before the layer's rows are written
+    layers      number of layers; the last one only writes keys and values
+    place       places the chunk-caches of a layer, just before the layer's rows are written
+    expected_s  expected time of the call in seconds, for this pass alone; 0 if it is unknown
     """
 
     layers: int
     place: Callable[[int], object]
+    expected_s: float = 0.0
 
 
 class RowPass:
@@ -205,6 +207,12 @@ class RowPass:
         self._hidden = torch.empty(0)
         self.layer += self.at_once.layers
         self._in_flight.add()
+
+    def divide(self) -> None:
+        """Run the layers of `at_once` one by one instead, before the first one has run."""
+        assert self.at_once is not None, "set before the pass began"
+        self.at_once.place(self.layer)
+        self.at_once = None
 
     def wait(self) -> None:
         """Block until every launched layer is computed; on a CPU it is already."""

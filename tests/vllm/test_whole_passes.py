@@ -17,7 +17,7 @@ from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.types.documents import Chunk
 from cachecraft_rag.vllm.messages import Ask
 from cachecraft_rag.vllm.settings import ConnectorSettings
-from cachecraft_rag.vllm.worker import working
+from cachecraft_rag.vllm.worker import slices, working
 from cachecraft_rag.vllm.worker.scheduling import Scheduling
 from cachecraft_rag.vllm.worker.whole_model import check_raw_keys
 from cachecraft_rag.vllm.worker.working import Workers
@@ -248,6 +248,38 @@ def test_a_long_pass_runs_at_once_while_vllm_has_nothing_to_compute(
     fills = [fill_of(scheduling, ask_of(engine, [0, 2, 1], method={"selector": "cache_craft"}))]
     run(workers, fills, vllm_is_free=vllm_is_free, idle=idle)
     assert len(model.runs) == calls
+
+
+def test_a_call_does_not_take_long_once_vllm_has_something_to_compute(
+    engine: Engine,
+    scheduling: Scheduling,
+    stack: BlockStack,
+    decoder: Decoder,
+    workers_with: Callable[..., Workers],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two prompts begin while vLLM is free; before the second one is computed, another user's request arrives."""
+    model = WholeDecoder(decoder)
+    workers = workers_with(model)
+    changed = {"method": {"selector": "cache_craft"}}
+    run(workers, [fill_of(scheduling, ask_of(engine, [2, 0, 1], **changed), "speed")])
+    scheduling.ended({"speed"})
+    monkeypatch.setattr(working, "LONGEST_CALL_S", 0.0)
+    monkeypatch.setattr(working, "_LONG_SLICE_S", 0.0)
+    monkeypatch.setattr(slices, "_SHORTEST_S", 0.0)
+    monkeypatch.setattr(slices, "_SHARE", 0.0)
+    model.runs.clear()
+    asks = [ask_of(engine, order, **changed) for order in ([0, 2, 1], [1, 0, 2])]
+    fills = [fill_of(scheduling, ask, f"r{i}", first_block=20 * i) for i, ask in enumerate(asks)]
+    workers.step(fills, [], rows=10_000, vllm_is_free=True, idle=False)
+    assert workers.finished() == {"r0"}
+    assert len(model.runs) == 1
+    while not workers.finished():
+        workers.step([], [], rows=10_000, idle=False)
+    assert len(model.runs) == 1
+    torch.testing.assert_close(
+        filled(stack, fills[1]), expected(engine, asks[1]), rtol=0, atol=1e-5
+    )
 
 
 def test_longer_passes_and_passes_that_drop_rows_run_layer_by_layer(

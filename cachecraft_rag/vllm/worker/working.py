@@ -494,6 +494,7 @@ class Workers:
             adapter = filling.fill.adapter
             if first is None:
                 first = row_pass
+                self._divide_if_long(row_pass)
             elif (
                 not row_pass.runs_with(first)
                 or adapter != group[0].fill.adapter
@@ -505,6 +506,12 @@ class Workers:
             rows = joint_rows
             expected_s = joint_s
         return group
+
+    def _divide_if_long(self, row_pass: RowPass) -> None:
+        """Run layers one by one if their call was decided on while vLLM had nothing to compute, as it has now."""
+        at_once = row_pass.at_once
+        if at_once is not None and self._any_rank(at_once.expected_s > self._longest_call_s):
+            row_pass.divide()
 
     def _expected_s(self, row_pass: RowPass) -> float:
         """Return how long these rows are expected to take through all layers; 0 if no pass was measured yet."""
