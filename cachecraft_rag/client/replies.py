@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import cast, get_args
 
 from cachecraft_rag.client.chat_template import ServedTokenizer
 from cachecraft_rag.errors import ConfigError, ServerError
@@ -84,7 +84,7 @@ def parsed_json(content: bytes | str) -> object:
     return parsed
 
 
-def mapping_of(value: object) -> Mapping[str, Any]:
+def mapping_of(value: object) -> Mapping[str, object]:
     """Return a JSON object, unchanged. Raises TypeError for any other value, None too."""
     if not isinstance(value, dict):
         raise TypeError(f"an object was expected, not {type(value).__name__}")

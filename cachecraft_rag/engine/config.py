@@ -180,7 +180,7 @@ class EngineConfig:
         )
 
     @classmethod
-    def paper(cls, **options: Any) -> Self:
+    def paper(cls, **options: object) -> Self:
         """Return the options of Cache-Craft and Cake as published, with these changes (see `with_options`).
 
         At most N × M = 100 × 5 variants are stored, as in the paper's evaluation (§5.1.2). docs/results/papers.md says

@@ -115,7 +115,7 @@ class Engine(AnswerEngine):
         settings: EngineConfig | None = None,
         *,
         config: ReuseConfig | None = None,
-        **options: Any,
+        **options: object,
     ) -> None:
         check_kind("decoder", decoder, Decoder, advice="Decoder.load makes one")
         check_kind("store", store, ChunkCacheStore, advice="ChunkCacheStore.open makes one")

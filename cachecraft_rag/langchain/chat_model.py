@@ -146,7 +146,7 @@ class ChatCacheCraft(Closeable, BaseChatModel):
 
     def bind_tools(
         self,
-        tools: Sequence[Any],
+        tools: Sequence[object],
         *,
         tool_choice: str | bool | dict[str, Any] | None = None,
         **kwargs: object,

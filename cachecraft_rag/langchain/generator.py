@@ -93,7 +93,7 @@ class CacheCraftGenerator(Closeable, RunnableSerializable[dict[str, object], str
         *,
         store: PathLike = "chunk-caches",
         config: EngineConfig | None = None,
-        **settings: Any,
+        **settings: object,
     ) -> Self:
         """Return a generator over `ChatCacheCraft.from_pretrained`; close it, so that pending captures are written.
 
@@ -142,7 +142,7 @@ class CacheCraftGenerator(Closeable, RunnableSerializable[dict[str, object], str
             model.close()
 
     def invoke(
-        self, input: dict[str, object], config: RunnableConfig | None = None, **kwargs: Any
+        self, input: dict[str, object], config: RunnableConfig | None = None, **kwargs: object
     ) -> str:
         """Return the whole answer as a text, "" if the model ends it at once.
 
@@ -157,7 +157,7 @@ class CacheCraftGenerator(Closeable, RunnableSerializable[dict[str, object], str
         return RunnableLambda(answer, name=self.get_name()).invoke(input, config)
 
     async def ainvoke(
-        self, input: dict[str, object], config: RunnableConfig | None = None, **kwargs: Any
+        self, input: dict[str, object], config: RunnableConfig | None = None, **kwargs: object
     ) -> str:
         """Same as `invoke`, without blocking the event loop. A cancelled task ends the answer."""
 
@@ -172,7 +172,7 @@ class CacheCraftGenerator(Closeable, RunnableSerializable[dict[str, object], str
         return text
 
     def stream(
-        self, input: dict[str, object], config: RunnableConfig | None = None, **kwargs: Any
+        self, input: dict[str, object], config: RunnableConfig | None = None, **kwargs: object
     ) -> Iterator[str]:
         """Return an iterator of the answer's pieces, which are not empty; the model runs while they are read."""
         return self._streamed(kwargs).stream(input, config)
@@ -240,7 +240,7 @@ class CacheCraftGenerator(Closeable, RunnableSerializable[dict[str, object], str
         rest = {key: value for key, value in input.items() if key != "answer"}
         return AddableDict({**rest, self.context_key: with_outcomes(asked.documents, message)})
 
-    def _streamed(self, options: dict[str, Any]) -> Runnable[dict[str, object], str]:
+    def _streamed(self, options: dict[str, object]) -> Runnable[dict[str, object], str]:
         def pieces(input: dict[str, object], config: RunnableConfig) -> Iterator[str]:
             asked = self._read(input)
             for chunk in self.llm.stream(

@@ -85,7 +85,7 @@ def _copy_of(given: Any, known: dict[Any, Any]) -> Any:
     return copy
 
 
-def _field_notes(notes: Sequence[Any]) -> list[Any]:
+def _field_notes(notes: Sequence[object]) -> list[object]:
     """Return the notes of an `Annotated` for pydantic, which passes over texts and values that are LangChain's.
 
     LangChain's are a default (`...`: none) and a description; a text alone is a description.
@@ -115,7 +115,7 @@ def _of_dict(given: Mapping[str, Any]) -> dict[str, Any]:
     return dict(given)
 
 
-def _named(wrapper: Mapping[str, Any], schema: Mapping[str, Any]) -> dict[str, Any]:
+def _named(wrapper: Mapping[str, object], schema: Mapping[str, object]) -> dict[str, object]:
     """Return a schema with the name and the description of its wrapper, which say what the answer is."""
     words = {"title": wrapper.get("name"), "description": wrapper.get("description")}
     return {key: value for key, value in words.items() if value} | dict(schema)

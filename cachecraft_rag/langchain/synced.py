@@ -53,7 +53,7 @@ class SyncedVectorStore(DocumentVectorStore):
         self._held = HeldTexts(engine, chunks)
 
     @classmethod
-    def from_texts(cls, *_arguments: Any, **_settings: Any) -> Self:
+    def from_texts(cls, *_arguments: object, **_settings: object) -> Self:
         """Raise ConfigError: make the vector store first."""
         raise ConfigError(
             "make the vector store first, then SyncedVectorStore(vector_store, engine)"
@@ -65,7 +65,7 @@ class SyncedVectorStore(DocumentVectorStore):
         return self._inner.embeddings
 
     def add_documents(
-        self, documents: list[Document], ids: list[str] | None = None, **kwargs: Any
+        self, documents: list[Document], ids: list[str] | None = None, **kwargs: object
     ) -> list[str]:
         """Add or replace documents, and return their ids; the chunk-caches of replaced texts are removed.
 
@@ -82,7 +82,7 @@ class SyncedVectorStore(DocumentVectorStore):
         self._held.add(added, documents)
         return added
 
-    def delete(self, ids: list[str] | None = None, **kwargs: Any) -> bool | None:
+    def delete(self, ids: list[str] | None = None, **kwargs: object) -> bool | None:
         """Remove the chunk-caches of documents, delete these by their ids, and return what the vector store returns."""
         if ids is None:
             raise ConfigError(
@@ -96,7 +96,7 @@ class SyncedVectorStore(DocumentVectorStore):
         """Return the documents with these ids; unknown ids are skipped."""
         return self._inner.get_by_ids(ids)
 
-    def similarity_search(self, query: str, k: int = 4, **kwargs: Any) -> list[Document]:
+    def similarity_search(self, query: str, k: int = 4, **kwargs: object) -> list[Document]:
         """Return the documents that the vector store finds; its other kinds of search are not passed on."""
         return self._inner.similarity_search(query, k, **kwargs)
 

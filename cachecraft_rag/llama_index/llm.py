@@ -344,7 +344,7 @@ class CacheCraftLLM(FunctionCallingLLM):
         return astream_completion_response_to_chat_response(aresponses_of(generation))
 
     def get_tool_calls_from_response(
-        self, response: ChatResponse, error_on_no_tool_call: bool = True, **kwargs: Any
+        self, response: ChatResponse, error_on_no_tool_call: bool = True, **kwargs: object
     ) -> list[ToolSelection]:
         """Return the calls of tools in a response, in order.
 
@@ -365,7 +365,7 @@ class CacheCraftLLM(FunctionCallingLLM):
         verbose: bool = False,
         allow_parallel_tool_calls: bool = False,
         tool_required: bool = False,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> dict[str, Any]:
         asked = ChatMessage(content=user_msg) if isinstance(user_msg, str) else user_msg
         messages = [*(chat_history or []), *([asked] if asked is not None else [])]
@@ -378,7 +378,7 @@ class CacheCraftLLM(FunctionCallingLLM):
         response: ChatResponse,
         tools: Sequence[BaseTool],
         allow_parallel_tool_calls: bool = False,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> ChatResponse:
         if not allow_parallel_tool_calls:
             only_first_call(response)

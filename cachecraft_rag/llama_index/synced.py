@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from llama_index.core.schema import BaseNode
 from llama_index.core.vector_stores.types import (
@@ -60,7 +59,7 @@ class SyncedVectorStore(BasePydanticVectorStore):
         self._held = HeldTexts(engine, lambda nodes: chunks_of(map(as_read_back, nodes)))
 
     @property
-    def client(self) -> Any:
+    def client(self) -> object:
         """The client of the vector store."""
         return self._inner.client
 
@@ -70,13 +69,13 @@ class SyncedVectorStore(BasePydanticVectorStore):
         """Return the nodes with these ids, or those that pass these filters."""
         return self._inner.get_nodes(node_ids=node_ids, filters=filters)
 
-    def add(self, nodes: Sequence[BaseNode], **kwargs: Any) -> list[str]:
+    def add(self, nodes: Sequence[BaseNode], **kwargs: object) -> list[str]:
         """Add nodes, and return their ids."""
         added = self._inner.add(list(nodes), **kwargs)
         self._held.add([node.node_id for node in nodes], nodes)
         return added
 
-    def delete(self, ref_doc_id: str, **delete_kwargs: Any) -> None:
+    def delete(self, ref_doc_id: str, **delete_kwargs: object) -> None:
         """Remove the chunk-caches of a document's nodes, then delete the nodes."""
         of_document = MetadataFilters(filters=[MetadataFilter(key=_DOCUMENT, value=ref_doc_id)])
         self._remove(None, of_document)
@@ -86,7 +85,7 @@ class SyncedVectorStore(BasePydanticVectorStore):
         self,
         node_ids: list[str] | None = None,
         filters: MetadataFilters | None = None,
-        **delete_kwargs: Any,
+        **delete_kwargs: object,
     ) -> None:
         """Remove the chunk-caches of nodes, then delete the nodes; raises ConfigError without ids and filters."""
         if filters is None and node_ids is None:
@@ -114,6 +113,6 @@ class SyncedVectorStore(BasePydanticVectorStore):
             ) from error
         self._held.remove([node.node_id for node in nodes], nodes)
 
-    def query(self, query: VectorStoreQuery, **kwargs: Any) -> VectorStoreQueryResult:
+    def query(self, query: VectorStoreQuery, **kwargs: object) -> VectorStoreQueryResult:
         """Return what the vector store finds."""
         return self._inner.query(query, **kwargs)

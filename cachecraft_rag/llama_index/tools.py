@@ -165,7 +165,7 @@ def _call_id_of(message: ChatMessage) -> str:
     return str(message.additional_kwargs.get("tool_call_id") or "")
 
 
-def _arguments(given: dict[str, Any] | str) -> dict[str, Any]:
+def _arguments(given: dict[str, object] | str) -> dict[str, object]:
     if isinstance(given, dict):
         return given
     try:

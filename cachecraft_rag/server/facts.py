@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from cachecraft_rag import __version__
 from cachecraft_rag.engine.base import AnswerEngine
 from cachecraft_rag.server.settings import EndpointSettings
 from cachecraft_rag.server.wire import PROTOCOL, TOKENIZER_FILES
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 def facts_of(
@@ -42,7 +45,7 @@ def facts_of(
     }
 
 
-def tokenizer_files(folder: Path, tokenizer: Any) -> dict[str, str]:
+def tokenizer_files(folder: Path, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
     """Return the files of a model's tokenizer as texts, by name: those of `TOKENIZER_FILES` that its folder has.
 
     The text of "chat_template.jinja" is the template in use.

@@ -9,12 +9,15 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cachecraft_rag.server.wire import Message
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _LEAST_CHARACTERS = 200  # shorter messages are not searched: they hold no passage
 # types of the parts of a message that are text, in chat completions and in responses
@@ -51,7 +54,7 @@ class TokenOffsets:
         tokenizer: a transformers tokenizer, of which a copy is made. One without a fast backend finds nothing.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         backend = getattr(tokenizer, "backend_tokenizer", None)
         self._backend: Any = None
         if backend is not None:
