@@ -152,7 +152,7 @@ def test_each_setting_acts_or_is_refused(
     needed = {}
     if key in ("quality_target", "min_ratio", "max_ratio"):
         needed = {"CACHECRAFT_AUDIT": "idle", "CACHECRAFT_QUALITY_TARGET": "0.9"}
-    found = started(**needed, **{f"CACHECRAFT_{key.replace('.', '_').upper()}": text})
+    found = started(**(needed | {f"CACHECRAFT_{key.replace('.', '_').upper()}": text}))
     if key in REFUSED:
         assert isinstance(found, str)
         assert f"{key} has no effect" in found
