@@ -276,7 +276,7 @@ class CacheCraft(Retriever, Closeable):
             embeddings: sentence-transformers model for retrieval, or an object such as `EmbeddingModel`.
             config: how to open the engine: device, dtype, namespace, instruction, byte budgets, codec, remote.
             backend: what runs the model: "transformers", in this process, or "vllm" (see `vllm.engine.VLLMEngine`).
-            options: fields of `EngineConfig` by name; they override `config`. With vLLM also `server`, for its engine.
+            options: as of `EngineConfig.with_options`; they override `config`. With vLLM also `server`, for its engine.
         """
         _check_embeddings(embeddings)
         check_choice("backend", backend, ("transformers", "vllm"))
@@ -402,10 +402,7 @@ class CacheCraft(Retriever, Closeable):
                 splitter=splitter,
             )
         else:
-            if reader is not None:
-                raise ConfigError(
-                    "reader is for files, and these documents are in memory; leave it out"
-                )
+            _refuse_file_options(reader=reader, follow_links=follow_links, opener=opener)
             check_kind(
                 "documents",
                 documents,
@@ -557,11 +554,16 @@ class CacheCraft(Retriever, Closeable):
         """Answer with reuse and then with full prefill, over the same chunks; options as in `ask`.
 
         Neither answer captures anything, so comparing one question changes no later comparison. The first request of a
-        process is slower than the others; here it is the one with reuse.
+        process is slower than the others; here it is the one with reuse. With a temperature both answers are drawn, so
+        give a `seed`. ConfigError if the settings switch reuse off.
         """
         given = options.get("config")
         check_kind("config", given, ReuseConfig, optional=True, advice="write ReuseConfig(…)")
         config = given or self.engine.config
+        if not config.reuse:
+            raise ConfigError(
+                "reuse is switched off, so both answers would be full prefill's; give config=ReuseConfig()"
+            )
         top_k = options.pop("top_k", DEFAULT_TOP_K)
         where = options.pop("where", None)
         search_history = options.pop("search_history", True)
@@ -605,6 +607,12 @@ def _check_embeddings(embeddings: object) -> None:
     """Raise ConfigError for what is neither a path or a name nor an embedding model."""
     if not hasattr(embeddings, "encode_query"):
         check_path("embeddings", embeddings)
+
+
+def _refuse_file_options(**given: object) -> None:
+    """Raise ConfigError for options of files, given with documents in memory."""
+    if names := ", ".join(name for name, value in given.items() if value not in (None, False)):
+        raise ConfigError(f"{names}: for files, and these documents are in memory; leave it out")
 
 
 def _engine_loader(backend: str) -> Callable[..., AnswerEngine]:

@@ -17,7 +17,14 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from cachecraft_rag.checks import check_flag, check_path, check_text, check_whole, from_extra
+from cachecraft_rag.checks import (
+    check_flag,
+    check_path,
+    check_text,
+    check_whole,
+    from_extra,
+    listed,
+)
 from cachecraft_rag.errors import (
     CacheCraftError,
     ConfigError,
@@ -304,9 +311,9 @@ def _readable(text: str) -> str:
 
 
 def _require_list(texts: Sequence[str]) -> None:
-    """Raise TypeError for a single text, whose letters would be embedded one by one."""
-    if isinstance(texts, str):
-        raise TypeError("texts must be a list of texts, not one text: put it in brackets")
+    """Raise ConfigError for a single text, whose letters would be embedded one by one, and for what is no text."""
+    for text in listed("texts", texts):
+        check_text("each of texts", text, damaged=True)
 
 
 def unit_vectors(vectors: ArrayLike) -> NDArray[np.float32]:

@@ -9,7 +9,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from typing import Any, Self
 
-from cachecraft_rag.checks import check_kind, check_names, check_number, check_path, check_whole
+from cachecraft_rag.checks import (
+    check_kind,
+    check_names,
+    check_number,
+    check_path,
+    check_whole,
+    listed,
+)
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.prompt.builder import Turn
 from cachecraft_rag.retrievers.conversation import search
@@ -250,7 +257,9 @@ class CacheCraftVectorStore(Closeable, DocumentVectorStore):
         """
         check_names(kwargs, ())
         index = self.index
-        for name in [document.doc_id for document in index.documents()] if ids is None else ids:
+        if ids is None:
+            ids = [document.doc_id for document in index.documents()]
+        for name in listed("ids", ids):
             # Chunks that were not added through LangChain have their chunk id as their document id.
             is_document = index.holds(name)
             change = index.delete_document(name) if is_document else index.delete_chunks([name])
@@ -263,6 +272,7 @@ class CacheCraftVectorStore(Closeable, DocumentVectorStore):
         A document of several chunks that LangChain did not add gives each of them, and an id that is no document's but
         a chunk's gives the chunk. The metadata also has the chunk id, under `cachecraft_chunk_id`.
         """
+        ids = listed("ids", ids)
         chunks_by_id = {name: self.index.chunks_of(name) for name in ids}
         # A chunk that was not added through LangChain has its chunk id as its id.
         unknown = [name for name, chunks in chunks_by_id.items() if not chunks]

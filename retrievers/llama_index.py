@@ -50,6 +50,7 @@ from cachecraft_rag.checks import (
     check_path,
     check_text,
     check_whole,
+    listed,
 )
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.prompt.builder import Turn
@@ -302,7 +303,7 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closeable):
         if self._store is None:
             return []
         where = where_of(filters)
-        ids = None if node_ids is None else list(node_ids)
+        ids = None if node_ids is None else listed("node_ids", node_ids)
         nodes = [_node_of(chunk) for chunk in self._store.places(ids, where=where)]
         if ids is None:
             return nodes

@@ -34,8 +34,9 @@ def where_of(
 
     Args:
         filters: LlamaIndex's filters, which may be nested.
-        node_ids: ids of nodes. A chunk that LlamaIndex did not add has no node id, and passes no list of ids.
-        doc_ids: ids of documents (`ref_doc_id`, or `source` of a chunk without one).
+        node_ids: ids of nodes; an empty list filters nothing, because LlamaIndex's indexes send one. A chunk that
+            LlamaIndex did not add has no node id, and passes no list of ids.
+        doc_ids: ids of documents (`ref_doc_id`, or `source` of a chunk without one); empty: as above.
     """
     parts: list[Where] = [_group(filters)] if filters is not None and filters.filters else []
     nodes = frozenset(node_ids or ())

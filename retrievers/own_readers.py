@@ -80,7 +80,8 @@ def identity(part: object) -> str:
 def read(reader: object, path: Path, doc_id: str) -> Document | None:
     """Return the document that a reader makes of a file; None if it leaves the file to the built-in readers.
 
-    Raises OwnReaderError if it raises, or returns something other than texts or documents; DocumentError for no text.
+    Of several parts, only metadata that all have alike is kept. Raises OwnReaderError if it raises, or returns
+    something other than texts or documents; DocumentError for no text.
     """
     given = _called("reader", _read, reader, path, doc_id)
     if given is None:

@@ -52,7 +52,7 @@ class Retriever:
         best part. Raises IndexStoreError if the index holds no chunks yet.
 
         Args:
-            question: the question.
+            question: the question; a blank one is searched for too, and finds what happens to be near.
             top_k: most chunks, at least 1.
             where: filters them, see `FaissStore.search`.
             history: the conversation before the question, user first. The question is then searched for together with

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -146,6 +147,11 @@ def test_a_comparison_changes_no_later_comparison(fresh: CacheCraft) -> None:
 def test_settings_of_another_kind_are_refused_before_anything_is_asked(fresh: CacheCraft) -> None:
     with pytest.raises(ConfigError, match="config must be a ReuseConfig"):
         fresh.compare(QUESTION, config="fast")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="reuse is switched off"):
+        fresh.compare(QUESTION, config=ReuseConfig.full_prefill())
+    for option in ({"reader": str}, {"follow_links": True}, {"opener": os.open}):
+        with pytest.raises(ConfigError, match=f"{next(iter(option))}: for files"):
+            fresh.add_documents([], **option)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="alone"):
         fresh.estimate_priming(alone="yes")  # type: ignore[arg-type]
 

@@ -134,6 +134,11 @@ class IndexOptions:
     alone: bool = False
     follow_links: bool = False
 
+    def __post_init__(self) -> None:
+        """Check what is asked for; raises ConfigError."""
+        if self.alone and not self.prime:
+            raise ConfigError("--alone has no effect without --prime: add it, or leave --alone out")
+
 
 @takes(*ENGINE_KEYS, "embeddings", chosen=IndexOptions)
 def index(

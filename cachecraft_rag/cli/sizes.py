@@ -11,6 +11,7 @@ import typer
 from cachecraft_rag.cli import options
 from cachecraft_rag.cli.console import out
 from cachecraft_rag.cli.options import megabytes, print_json, print_table, waiting
+from cachecraft_rag.errors import ConfigError
 
 SHOWN_TOKENS = 1000
 
@@ -26,8 +27,14 @@ def sizes(
         ),
     ] = None,
     tokens: Annotated[
-        int, typer.Option("--tokens", min=1, help="Tokens of all documents together.")
-    ] = SHOWN_TOKENS,
+        int | None,
+        typer.Option(
+            "--tokens",
+            min=1,
+            help="Tokens of all documents together.",
+            show_default=str(SHOWN_TOKENS),
+        ),
+    ] = None,
     dtype: options.Dtype = "auto",
     as_json: options.Json = False,
 ) -> None:
@@ -38,6 +45,8 @@ def sizes(
     has no key/value heads, or if there is nothing to read at --documents.
     """
     # Raises ConfigError, ModelNotFoundError, UnsupportedModelError and DocumentError; see `app.main` for exit codes.
+    if tokens is not None and documents is not None:
+        raise ConfigError("give --tokens or --documents, whose tokens are counted, not both")
     from cachecraft_rag.model.sizes import cache_bytes, layout_named
     from cachecraft_rag.store.codecs import CODECS
 
@@ -45,7 +54,7 @@ def sizes(
     rows: list[dict[str, Any]] = []
     for model in models or ["demo"]:
         layout = layout_named(model, dtype=dtype)
-        count = tokens if documents is None else _tokens_of(documents, model)
+        count = _tokens_of(documents, model) if documents is not None else tokens or SHOWN_TOKENS
         sizes = {codec: cache_bytes(layout, count, codec) for codec in CODECS}
         rows.append({"model": model} | asdict(layout) | {"tokens": count, "nbytes": sizes})
     if as_json:

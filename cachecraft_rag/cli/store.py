@@ -262,9 +262,14 @@ class EvictOptions:
         """Check what is asked for; raises ConfigError."""
         check_number("--older-than-days", self.older_than_days, optional=True)
         check_number("--down-to-mb", self.down_to_mb, optional=True)
-        if all(getattr(self, option.name) == option.default for option in fields(self)):
+        given = [
+            option.name for option in fields(self) if getattr(self, option.name) != option.default
+        ]
+        if not given:
             flags = [f"--{option.name.replace('_', '-')}" for option in fields(self)]
             raise ConfigError(f"say what to evict: {', '.join(flags[:-1])} or {flags[-1]}")
+        if self.all and given != ["all"]:
+            raise ConfigError("--all removes everything: leave it out, or the other options")
 
 
 @app.command()

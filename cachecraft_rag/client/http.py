@@ -129,7 +129,7 @@ class HTTPEngine(AnswerEngine):
             "api_key": api_key,
             "admin_key": admin_key,
         }.items():
-            check_text(name, text, optional=True)
+            check_text(name, text, optional=True, empty=name == "system")
         check_number("timeout_s", timeout_s, above=True, most=1e6)
         check_number("total_timeout_s", total_timeout_s, above=True, most=1e6, optional=True)
         with ExitStack() as opened:
@@ -396,14 +396,17 @@ class ServerCaches(Caches):
     def __init__(self, link: Link) -> None:
         self._link = link
 
-    def evict(self, chosen: RowFilter | None = None) -> Evicted:
+    def evict(
+        self, chosen: RowFilter | None = None, *, down_to_bytes: int | None = None
+    ) -> Evicted:
         """Remove the chunk-caches of `chosen.chunk_ids`; return their number, and their bytes on the server's disk.
 
         Ids that are not stored count as 0; without ids the server is not asked. Raises UnsupportedCallError unless
-        `chosen` filters by chunk ids alone.
+        `chosen` filters by chunk ids alone, and for `down_to_bytes`.
         """
         if (
-            chosen is None
+            down_to_bytes is not None
+            or chosen is None
             or chosen != RowFilter(chunk_ids=chosen.chunk_ids)
             or chosen.chunk_ids is None
         ):

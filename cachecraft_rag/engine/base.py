@@ -161,7 +161,8 @@ class AnswerEngine(ABC):
 
         Args:
             question: the question; not empty, unless the history ends with the result of a tool.
-            chunks: passages that retrieval returned. If the context is too small, those of lowest rank are left out.
+            chunks: passages that retrieval returned, maybe none; of equal texts the first counts. If the context is too
+                small, those of lowest rank are left out.
             history: earlier turns of the conversation, user first; they follow the chunks. The last turn is the
                 assistant's, or the result of a tool if the chat template lets the user speak after it.
             session: session whose private chunk-caches may be used besides the shared ones.

@@ -202,9 +202,18 @@ class EngineConfig:
     def require_usable_target(self) -> None:
         """Raise ConfigError for a quality target without audits, or with a fixed ratio or α: it would have no effect.
 
-        Engines call this when they are created, because their options may be given in several places.
+        Also for its limits without a target, and for `audit_text` without audits. Engines call this when they are
+        created, because their options may be given in several places.
         """
+        if self.audit_text and not self.audit.share:  # type: ignore[union-attr]
+            raise ConfigError(
+                'audit_text has no effect without audits: add audit="idle", or a share'
+            )
         if self.quality_target is None:
+            if (self.min_ratio, self.max_ratio) != (0.0, 1.0):
+                raise ConfigError(
+                    "min_ratio and max_ratio limit a quality target: add quality_target, or leave them out"
+                )
             return
         if not self.audit.share:  # type: ignore[union-attr]
             raise ConfigError(

@@ -451,6 +451,9 @@ class Engine(AnswerEngine):
         Other arguments, result and errors as in `stream`, which also lays the prompt out.
         """
         self._home.require()
+        check_kind("prompt", prompt, Prompt, advice="prompts.build makes one")
+        check_kind("sampling", sampling, SamplingParams, optional=True)
+        check_kind("config", config, ReuseConfig, optional=True, advice="write ReuseConfig(…)")
         sampling = sampling or SamplingParams()
         config = config or self.config
         settings = self.for_prompt(self.calibrated(config), prompt)
@@ -459,7 +462,7 @@ class Engine(AnswerEngine):
             settings,
             sampling,
             session_of(prompt, session),
-            started or time.perf_counter(),
+            time.perf_counter() if started is None else started,
             namespace=self.namespace,
         )
         return self._generation(self._prepared(request, config))

@@ -415,7 +415,7 @@ def load_settings(
             folder; folders named by `model` and `embeddings` are relative to the working directory.
         environment: variables; None: those of the process.
         flags: keys with the values of a command's flags; leave out flags that were not given, because None counts as a
-            value. A text is read as that of a variable.
+            value. A text is read as that of a variable. An unknown key is a KeyError.
         defaults: defaults of a command in place of those of the dataclasses. Neither keys nor values are checked.
     """
     environment = os.environ if environment is None else environment

@@ -30,7 +30,7 @@ def normalised_words(text: str) -> list[str]:
 
 
 def squad_f1(prediction: str, golds: Sequence[str]) -> float:
-    """Return the F1 (0 to 1) of the two bags of words, the best over the gold answers (SQuAD's script, 2.0).
+    """Return the F1 (0 to 1) of the two bags of words, the best over one or more gold answers (SQuAD's script, 2.0).
 
     >>> squad_f1("the tall red fox", ["a red fox"])  # precision 2/3, recall 2/2
     0.8

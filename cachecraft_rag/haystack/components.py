@@ -110,7 +110,7 @@ class CacheCraftGenerator(_OverEngine):
 
     @component.output_types(replies=list[str], meta=list[dict[str, Any]])
     def run(self, question: str, documents: list[Document]) -> dict[str, Any]:
-        """Return lists of one: the answer in `replies`, and its statistics, `RequestStats.as_dict()`, in `meta`."""
+        """Return the answer in `replies`, its `RequestStats.as_dict()` in `meta`, lists of one; documents may be []."""
         answer = self.engine.stream(question, chunks_of(documents), **sampling_from(self._sampling))
         text = "".join(answer)
         return {"replies": [text], "meta": [answer.stats.as_dict()]}

@@ -255,7 +255,7 @@ class ChatCacheCraft(Closeable, BaseChatModel):
             )
         history, question = conversation(messages)
         if schema is not None and question:
-            question += asking_for(json.dumps(schema, ensure_ascii=False))
+            question += asking_for(str(SamplingParams(json_schema=schema).json_schema))
 
         calls = None
         if tools and choice != "none":
@@ -489,7 +489,8 @@ def _choice_of(
         choice = name or choice.get("type", choice)
     names = {None: "auto", False: "auto", True: "any", "required": "any"}
     name = names.get(choice, choice) if isinstance(choice, str | bool | None) else choice
-    known = ["auto", "none", "any", *(tool["function"]["name"] for tool in tools)]
+    called = ["any", *(tool["function"]["name"] for tool in tools)] if tools else []
+    known = ["auto", "none", *called]
     if name not in known:
         raise ConfigError(f"tool_choice is {choice!r}; there are {', '.join(known)}")
     return str(name)

@@ -50,7 +50,7 @@ class ConversationRetriever(RunnableSerializable[dict[str, object], list[Documen
     def invoke(
         self, input: dict[str, object], config: RunnableConfig | None = None, **kwargs: Any
     ) -> list[Document]:
-        """Return the documents for the last message, best first; `kwargs` go to a retriever, not to a vector search."""
+        """Return the documents for the last message, best first; `kwargs` are options of the retriever, such as `k`."""
         return self._call_with_config(self._retrieve, input, config, run_type="retriever", **kwargs)
 
     async def ainvoke(
@@ -70,7 +70,7 @@ class ConversationRetriever(RunnableSerializable[dict[str, object], list[Documen
     ) -> list[Document]:
         question, history = self._read(input)
         texts = search_texts(question, history)
-        documents = self._by_vector(question, history) if len(texts) > 1 else None
+        documents = self._by_vector(question, history, kwargs) if len(texts) > 1 else None
         if documents is None:
             documents = _merged([self.retriever.invoke(text, config, **kwargs) for text in texts])
         return _marked(documents, texts)
@@ -86,20 +86,22 @@ class ConversationRetriever(RunnableSerializable[dict[str, object], list[Documen
         texts = search_texts(question, history)
         documents = None
         if len(texts) > 1:
-            documents = await run_in_executor(config, self._by_vector, question, history)
+            documents = await run_in_executor(config, self._by_vector, question, history, kwargs)
         if documents is None:
             documents = _merged(
                 [await self.retriever.ainvoke(text, config, **kwargs) for text in texts]
             )
         return _marked(documents, texts)
 
-    def _by_vector(self, question: str, history: Sequence[Turn]) -> list[Document] | None:
+    def _by_vector(
+        self, question: str, history: Sequence[Turn], given: Mapping[str, Any]
+    ) -> list[Document] | None:
         """Search once by the mean vector; None if the retriever is not a plain search of a vector store."""
         retriever = self.retriever
         if not isinstance(retriever, VectorStoreRetriever) or retriever.search_type != "similarity":
             return None
         store = retriever.vectorstore
-        options = retriever.search_kwargs
+        options = {**retriever.search_kwargs, **given}
         if isinstance(store, CacheCraftVectorStore):
             return [
                 document for document, _ in store.conversation_search(question, history, **options)

@@ -101,7 +101,8 @@ def only_first_call(response: ChatResponse) -> None:
 def choice_of(choice: str | dict[str, Any] | None, tools: Sequence[Tool]) -> str:
     """Return "auto", "none", "any" or the name of a tool.
 
-    `choice` may also be None ("auto"), "required" ("any") or OpenAI's dict that names a function.
+    `choice` may also be None ("auto"), "required" ("any") or OpenAI's dict that names a function. Without tools no call
+    can be asked for: ConfigError.
     """
     names = [tool["function"]["name"] for tool in checked_tools(tools)]
     if isinstance(choice, dict):
@@ -109,7 +110,7 @@ def choice_of(choice: str | dict[str, Any] | None, tools: Sequence[Tool]) -> str
         name = function.get("name") if isinstance(function, dict) else choice.get("type")
     else:
         name = {None: "auto", "required": "any"}.get(choice, choice)
-    known = ["auto", "none", "any", *names]
+    known = ["auto", "none", *(["any", *names] if names else [])]
     if name not in known:
         raise ConfigError(f"tool_choice is {choice!r}; there are {', '.join(known)}")
     return str(name)

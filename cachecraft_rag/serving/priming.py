@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from cachecraft_rag.checks import check_whole
 from cachecraft_rag.errors import ConfigError, ContextLengthError
 from cachecraft_rag.model.facts import DiskSpace, ModelFacts
 from cachecraft_rag.model.sizes import cache_bytes
@@ -120,7 +121,7 @@ class Primer:
         alone: capture each chunk after a fixed passage (`prompt.STAND_IN`) instead of its document's chunks. No other
             text shapes such captures, and they do not change with their neighbours.
         related: returns the chunks of other documents that a chunk is likely to be retrieved with, best first. A
-            document of one chunk is captured after the first `SIMILAR_CHUNKS` of them.
+            document of one chunk is captured after the first `SIMILAR_CHUNKS` of them. Not with `alone`.
     """
 
     def __init__(
@@ -131,6 +132,9 @@ class Primer:
         alone: bool = False,
         related: Related | None = None,
     ) -> None:
+        if alone and related is not None:
+            raise ConfigError("alone captures a chunk after no other: leave related out")
+        check_whole("window", window, least=1)
         self.engine = engine
         self._alone = alone
         self._related = related

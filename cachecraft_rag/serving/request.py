@@ -163,8 +163,8 @@ class RequestProgress:
         """Take over the report of another process that carried the plan out: all that `report` returns there.
 
         It has `refused` and no segments if the request was computed without chunk-caches. Numbers that it lacks stay as
-        they are, and so does `plan`. Raises KeyError, TypeError or
-        ValueError for an invalid entry of `segments`, and then changes nothing. Nothing else is checked.
+        they are, and so does `plan`. Raises KeyError, TypeError or ValueError for an invalid entry of `segments`, and
+        then changes nothing. Nothing else is checked.
         """
         reports = tuple(SegmentReport.from_dict(values) for values in report.get("segments", ()))
         self.reports = reports

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from cachecraft_rag.checks import check_path, check_text, check_whole
+from cachecraft_rag.checks import check_path, check_text, check_whole, listed
 from cachecraft_rag.errors import ConfigError, IndexStoreError
 from cachecraft_rag.retrievers.index.filters import Where, accepts, check_where, encoded, fragments
 from cachecraft_rag.retrievers.index.schema import DATABASE as DATABASE
@@ -359,7 +359,7 @@ class FaissStore(Closeable):
 
         The first owner is that by doc_id and position. Raises IndexStoreError if one of them is not in the store.
         """
-        chunk_ids = list(chunk_ids)
+        chunk_ids = listed("chunk_ids", chunk_ids)
         with self._opened().snapshot() as db:
             numbers = _by_list(db, "SELECT number FROM chunks WHERE chunk_id IN ({})", chunk_ids)
             rows = _chunk_rows(db, [row[0] for row in numbers], None)
@@ -453,7 +453,8 @@ class FaissStore(Closeable):
     def compact(self) -> None:
         """Write the database again without the bytes of chunks that were removed, as `open`, `save` and `close` do too.
 
-        If it cannot be written now, a warning is logged, and the next call tries again, in any process.
+        If it cannot be written now, a warning is logged, and the next call tries again, in any process. Raises
+        IndexStoreError if the index file, which holds their vectors, cannot be deleted.
         """
         database = self._opened()
         if database.must_be_compacted and self.folder.is_dir():
@@ -747,9 +748,10 @@ def _by_list(
 
     Texts with a NUL are left out: SQLite would cut them there, and no key or chunk id has one.
     """
-    listed = [value for value in values if not (isinstance(value, str) and "\0" in value)]
+    given: list[object] = [*listed("ids or keys", values)]
+    kept = [value for value in given if not (isinstance(value, str) and "\0" in value)]
     return db.execute(
-        query.format("SELECT value FROM json_each(?)"), (json.dumps(listed),)
+        query.format("SELECT value FROM json_each(?)"), (json.dumps(kept),)
     ).fetchall()
 
 

@@ -6,7 +6,8 @@ import json
 import operator
 import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from numbers import Number
+from typing import Any, cast
 
 from cachecraft_rag.checks import check_mapping, check_names
 from cachecraft_rag.errors import ConfigError
@@ -66,7 +67,8 @@ GROUPS: dict[str, Callable[[Iterable[bool]], bool]] = {"$and": all, "$or": any}
 def check_where(where: Where | None, *, depth: int = 0) -> None:
     """Raise ConfigError for a filter of another form, with an unknown comparison, or nested more than 50 deep.
 
-    An unknown group (`$not`) and a list in place of a value are refused, because they would match nothing.
+    An unknown group (`$not`), and a list, a date or another value that no metadata has are refused, because they would
+    match nothing; a key without a comparison (`{}`), because it would match everything.
     """
     if where is None or callable(where):
         return
@@ -85,12 +87,32 @@ def check_where(where: Where | None, *, depth: int = 0) -> None:
         elif isinstance(wanted, list | tuple | set | frozenset):
             raise ConfigError(f'where[{key!r}]: a list equals no value; write {{"$in": [...]}}')
         elif isinstance(wanted, Mapping):
-            check_names(wanted, OPERATORS, what="comparison")
-            for name, value in wanted.items():
-                takes_many = name in ("$in", "$nin")
-                if takes_many is not isinstance(value, list | tuple | set | frozenset):
-                    needed = "a list of values" if takes_many else "a single value"
-                    raise ConfigError(f"where[{key!r}]: {name} needs {needed}")
+            _check_comparisons(key, wanted)
+        else:
+            _check_values(key, [wanted])
+
+
+def _check_comparisons(key: str, comparisons: Mapping[str, object]) -> None:
+    check_names(comparisons, OPERATORS, what="comparison")
+    if not comparisons:
+        raise ConfigError(
+            f"where[{key!r}]: {{}} compares nothing; write one of {', '.join(OPERATORS)}"
+        )
+    for name, value in comparisons.items():
+        takes_many = name in ("$in", "$nin")
+        if takes_many is not isinstance(value, list | tuple | set | frozenset):
+            needed = "a list of values" if takes_many else "a single value"
+            raise ConfigError(f"where[{key!r}]: {name} needs {needed}")
+        _check_values(key, cast(Iterable[object], value) if takes_many else [value])
+
+
+def _check_values(key: str, values: Iterable[object]) -> None:
+    """Raise ConfigError for a value that no metadata has."""
+    for value in values:
+        if not isinstance(value, str | Number | None):
+            raise ConfigError(
+                f"where[{key!r}]: no metadata is a {type(value).__name__}; use text, a number, true, false or nothing"
+            )
 
 
 def check_depth(depth: int) -> None:

@@ -569,6 +569,9 @@ def test_another_folder_is_served_through_a_remote(home: Path, cachecraft: Comma
     [
         (["store", "ls"], "holds no chunk-caches"),
         (["store", "evict"], "say what to evict"),
+        (["store", "evict", "--all", "--down-to-mb", "5"], "--all removes everything"),
+        (["index", ".", "--alone"], "--alone has no effect without --prime"),
+        (["sizes", "--tokens", "5", "--documents", "."], "give --tokens or --documents"),
         # too long stands for out of reach
         (["store", "check", "--store", "x" * 300], "holds no chunk-caches"),
         (["ask", "What?", "--store", "x" * 300], "holds no documents yet"),

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from cachecraft_rag.client.http import HTTPEngine
+from cachecraft_rag.client.http import HTTPEngine, ServerCaches
 from cachecraft_rag.engine.capabilities import Capability
 from cachecraft_rag.engine.engine import Engine
-from cachecraft_rag.errors import UnsupportedCallError
+from cachecraft_rag.errors import ConfigError, UnsupportedCallError
+from cachecraft_rag.store import RowFilter
 from cachecraft_rag.vllm.engine import VLLMEngine
 from tests.vllm.test_client import answers_of, serving
 
@@ -43,6 +44,25 @@ def test_each_missing_capability_is_refused_with_its_reason(
             with pytest.raises(UnsupportedCallError, match=advice) as caught:
                 call(engine)
             assert str(caught.value) == engine.capabilities.missing[capability]
+
+
+def test_only_chunks_that_are_named_are_evicted_in_a_server(
+    tmp_path: Path, byte_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    with (
+        serving(answers_of(byte_tokenizer, tmp_path / "t")) as url,
+        HTTPEngine.connect(url) as engine,
+    ):
+        store = engine.store
+        assert isinstance(store, ServerCaches)
+        with pytest.raises(UnsupportedCallError, match="chunk_ids"):
+            store.evict(RowFilter(chunk_ids=("a",)), down_to_bytes=0)
+
+
+@pytest.mark.parametrize("name", ["model", "api_key", "admin_key"])
+def test_an_empty_key_or_model_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} must be text with something in it"):
+        HTTPEngine.connect("http://127.0.0.1:9", **{name: ""})  # type: ignore[arg-type]
 
 
 def test_engines_with_a_store_lack_nothing() -> None:

@@ -767,6 +767,15 @@ def test_a_wrong_request_is_refused_at_once(engine: Engine) -> None:
         engine.stream(QUESTION, CHUNKS, sampling=SamplingParams(max_new_tokens=2048))
 
 
+def test_a_prompt_in_segments_is_checked_as_a_question_is(engine: Engine) -> None:
+    prompt = engine.prompts.build("What?", [])
+    with pytest.raises(ConfigError, match="prompt must be a Prompt"):
+        engine.generate("What?")  # type: ignore[arg-type]
+    for option in ("sampling", "config"):
+        with pytest.raises(ConfigError, match=f"{option} must be a "):
+            engine.generate(prompt, **{option: {"seed": 3}})  # type: ignore[arg-type]
+
+
 def test_what_a_generator_gives_is_read_once_and_kept(engine: Engine) -> None:
     turns: list[Turn] = [("user", "First?"), ("assistant", "One.")]
     full = replace(CONFIG, reuse=False, capture=False)

@@ -289,6 +289,18 @@ def test_every_form_of_history_is_read(
     ]
 
 
+def test_options_of_a_call_hold_for_a_follow_up_too(
+    vectors: CacheCraftVectorStore, embeddings: CacheCraftEmbeddings
+) -> None:
+    in_memory = InMemoryVectorStore.from_documents(DOCUMENTS, embeddings)
+    for store in (vectors, in_memory):
+        retriever = ConversationRetriever(store.as_retriever(search_kwargs={"k": 3}))
+        for history in ([], HISTORY):
+            asked: dict[str, object] = {"input": FOLLOW_UP, "chat_history": history}
+            assert len(retriever.invoke(asked, k=1)) == 1
+            assert len(asyncio.run(retriever.ainvoke(asked, k=1))) == 1
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [

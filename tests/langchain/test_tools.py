@@ -157,6 +157,12 @@ def test_a_choice_must_be_one_of_the_tools(chat: ChatCacheCraft, choice: Any) ->
         chat.bind_tools([litres, weeks], tool_choice=choice)
 
 
+def test_no_call_can_be_asked_for_without_tools(chat: ChatCacheCraft) -> None:
+    with pytest.raises(ConfigError, match="there are auto, none"):
+        chat.bind_tools([], tool_choice="any")
+    assert chat.bind_tools([], tool_choice="auto").invoke("Hello!", max_tokens=2).text
+
+
 @pytest.mark.parametrize(
     ("choice", "name"),
     [
@@ -304,6 +310,9 @@ def test_a_generator_takes_a_model_with_settings_and_says_which_it_cannot_take(
     assert json.loads(bound.invoke(asked)) in ("red", "blue")
     assert json.loads("".join(bound.stream(asked))) in ("red", "blue")
     assert json.loads(asyncio.run(bound.ainvoke(asked))) in ("red", "blue")
+    for form in (Answer, json.dumps(Answer.model_json_schema())):
+        kept = CacheCraftGenerator(llm=chat.bind(json_schema=form, max_tokens=64))
+        Answer.model_validate_json(kept.invoke(asked))
     bound.close()
     others: list[Any] = [
         chat.with_structured_output(Answer),

@@ -131,6 +131,8 @@ def test_without_a_choice_the_model_may_answer_in_text(llm: CacheCraftLLM) -> No
         llm.get_tool_calls_from_response(response)
     with pytest.raises(ConfigError, match="there are auto, none, any, weeks, litres"):
         llm.chat_with_tools(TOOLS, user_msg="Hello!", tool_choice="hours")
+    with pytest.raises(ConfigError, match="there are auto, none"):
+        llm.chat_with_tools([], user_msg="Hello!", tool_required=True)
 
 
 def test_only_a_template_with_tools_makes_a_function_calling_model(

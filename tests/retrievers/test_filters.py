@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import unicodedata
 from collections.abc import Callable, Iterator
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,10 @@ def test_comparisons_in_filters(where: Any, passing: list[int]) -> None:
         ({"$not": [{"page": 1}]}, r"\$not: no such group.*\$and, \$or"),
         ({"$and": [{"$nor": [{"page": 1}]}]}, r"\$nor: no such group"),
         ({"page": [2, 3]}, r"\$in"),
+        ({"page": {}}, "compares nothing"),
+        ({"day": date(2026, 1, 1)}, "no metadata is a date"),
+        ({"day": {"$in": ["monday", b"tuesday"]}}, "no metadata is a bytes"),
+        ({"day": {"$gt": date(2026, 1, 1)}}, "no metadata is a date"),
         ([1], "a mapping"),
     ],
 )
@@ -150,7 +155,7 @@ def test_a_wrong_filter_is_refused(where: Any, message: str) -> None:
 @pytest.fixture
 def vectors(tmp_path: Path) -> Iterator[LangChainStore]:
     documents = [Document(f"Page {page}.", metadata={"page": page}) for page in range(1, 7)]
-    with LangChainStore.from_documents(documents, fake(), folder=tmp_path / "index") as made:
+    with LangChainStore.from_documents(documents, fake(), folder=tmp_path / "pages") as made:
         yield made
 
 
@@ -172,6 +177,28 @@ def test_langchains_filters_and_mmr_by_vector(vectors: LangChainStore) -> None:
     assert {document.metadata["page"] for document in some} == {1, 2}
     with pytest.raises(ConfigError, match="no such comparison"):
         vectors.similarity_search("q", filter={"page": {"$im": [2]}})
+
+
+def test_a_single_id_instead_of_a_list_is_refused(
+    vectors: LangChainStore, store: CacheCraftVectorStore
+) -> None:
+    calls: list[Callable[[Any], object]] = [
+        vectors.delete,
+        vectors.get_by_ids,
+        vectors.index.delete_chunks,
+        vectors.index.delete_keys,
+        vectors.index.present,
+        vectors.index.get,
+        store.get_nodes,
+        store.delete_nodes,
+    ]
+    for call in calls:
+        with pytest.raises(ConfigError, match="must be a list"):
+            call("one")
+
+
+def test_an_empty_list_of_node_ids_filters_nothing(store: CacheCraftVectorStore) -> None:
+    assert found(store, "default", k=9, node_ids=[]) == found(store, "default", k=9)
 
 
 # --- copies ---

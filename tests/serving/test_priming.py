@@ -110,6 +110,15 @@ def test_a_pass_of_one_chunk_bears_each_alone(engine: Engine) -> None:
     assert [prefixes(engine, chunk) for chunk in DOCUMENT] == [[()]] * 6
 
 
+def test_a_primer_without_neighbours_or_room_is_refused_what_it_could_not_use(
+    engine: Engine,
+) -> None:
+    with pytest.raises(ConfigError, match="leave related out"):
+        Primer(engine, alone=True, related=lambda _: [])
+    with pytest.raises(ConfigError, match="window is 0"):
+        Primer(engine, window=0)
+
+
 def test_chunks_may_be_captured_without_their_document(engine: Engine) -> None:
     alone = Primer(engine, alone=True)
     # with the instruction and the passage that stands in for neighbours

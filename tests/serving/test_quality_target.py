@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -405,6 +406,19 @@ def test_a_target_without_audits_or_beside_a_ratio_is_refused() -> None:
     for reuse in (ReuseConfig(recompute_ratio=0.2), ReuseConfig(method=ReuseMethod(alpha=0.3))):
         with pytest.raises(ConfigError, match="leave recompute_ratio and alpha out"):
             Engine.from_pretrained("no such model", quality_target=0.98, audit="idle", reuse=reuse)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"min_ratio": 0.1, "audit": "idle"}, "limit a quality target: add quality_target"),
+        ({"max_ratio": 0.5}, "limit a quality target: add quality_target"),
+        ({"audit_text": True}, "audit_text has no effect without audits"),
+    ],
+)
+def test_what_would_have_no_effect_is_refused(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        Engine.from_pretrained("no such model", **options)
 
 
 def test_the_settings_of_a_target_come_from_the_environment_one_by_one() -> None:

@@ -149,8 +149,10 @@ def test_each_setting_acts_or_is_refused(
     given, warned = OTHERS[key], list[str]()
     monkeypatch.setattr("cachecraft_rag.cli.serve.warn", warned.append)
     text = str(given).lower() if isinstance(given, bool) else str(given)
-    needed = {"CACHECRAFT_AUDIT": "idle"} if key == "quality_target" else {}
-    found = started(**needed, **{f"CACHECRAFT_{key.replace('.', '_').upper()}": text})
+    needed = {}
+    if key in ("quality_target", "min_ratio", "max_ratio"):
+        needed = {"CACHECRAFT_AUDIT": "idle", "CACHECRAFT_QUALITY_TARGET": "0.9"}
+    found = started(**(needed | {f"CACHECRAFT_{key.replace('.', '_').upper()}": text}))
     if key in REFUSED:
         assert isinstance(found, str)
         assert f"{key} has no effect" in found
