@@ -51,10 +51,7 @@ def where_of(
 
 
 def has_empty_group(filters: MetadataFilters, *, depth: int = 0) -> bool:
-    """Return True if the filters, or filters nested in them, have no condition.
-
-    `depth` counts the groups around them; callers leave it out. ConfigError if groups are nested too deep.
-    """
+    """Return True if the filters, or filters nested in them, have no condition; callers leave `depth` out."""
     check_depth(depth)
     nested = [part for part in filters.filters if isinstance(part, MetadataFilters)]
     return not filters.filters or any(has_empty_group(part, depth=depth + 1) for part in nested)

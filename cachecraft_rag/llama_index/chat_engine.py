@@ -136,11 +136,7 @@ class CacheCraftChatEngine(BaseChatEngine, Closeable):
         chat_history: Sequence[ChatMessage] | None = None,
         **options: Any,
     ) -> Self:
-        """Return a chat engine over any LlamaIndex retriever.
-
-        `options` are those of `CacheCraftQueryEngine.from_defaults` that `from_index` takes too; give either `memory`
-        or `chat_history`.
-        """
+        """Return a chat engine over any LlamaIndex retriever; the other arguments as in `from_index`."""
         _refuse(options)
         _check_memory(memory, chat_history)
         engine = CacheCraftQueryEngine.from_defaults(retriever, **options)

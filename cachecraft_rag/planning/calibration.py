@@ -62,10 +62,7 @@ class Calibration:
     early_termination_window: int = 3
 
     def fits(self, config: ReuseConfig) -> bool:
-        """Return True if α was calibrated with the same way of choosing tokens as these settings have.
-
-        A scope other than "anywhere" lowers quality and fits no calibration.
-        """
+        """Return True if these settings choose tokens as the calibration did, with the scope "anywhere"."""
         mine = _settings(self, self.nearest_share)
         theirs = _settings(config.method, config.nearest_share)
         return config.method.scope == "anywhere" and mine == theirs

@@ -50,11 +50,8 @@ def _of_ranks(config: VLLMConfig) -> Refusal | None:
 def request_refusal(request: EngineRequest, *, is_audit: bool = False) -> str:
     """Return the reason why vLLM computes this request without chunk-caches; "" if it can be filled from them.
 
-    Requests of this package pass here as well: of the self-check, of priming, and of audits. `is_audit` is True if the
-    request asks for `idle.audits.KEPT` log-probabilities of tokens that are not filled, which is no reason then.
-
-    Answers that are audited, and the self-check, ask for log-probabilities themselves, and `is_audit` is False for
-    them: a reason that reads sampling must tell them from a client's.
+    Requests of this package pass here as well: of the self-check, of priming, and of audits. Those of the self-check,
+    and answers that are audited, ask for log-probabilities themselves; `is_audit` is True for an audit's own pass alone.
 
     A new reason is a sentence here and under "Per request" in docs/reference/vllm.md. What it reads of vLLM's request
     is declared in `interfaces`, in `USES` of `benchmarks/vllm_contract.py`, and in the stand-ins of `request_of` in

@@ -370,10 +370,7 @@ class Scheduling:
             self._budget.give_back(name)
 
     def computes_first_token(self, scheduled: Collection[str]) -> bool:
-        """Return True if one of the requests that this step computes was filled and waits for its first token.
-
-        Each counts once.
-        """
+        """Return True if a request of this step was filled and waits for its first token; each counts once."""
         found = self._first_tokens.intersection(scheduled)
         self._first_tokens -= found
         return bool(found)

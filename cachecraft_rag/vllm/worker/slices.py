@@ -1,4 +1,4 @@
-"""How long prompts are filled in each step, before vLLM computes its own requests.
+"""The time for which prompts are filled in each step, before vLLM computes its own requests.
 
 While vLLM has requests, fillings get several times as long as a step of its own takes, so that a prompt of new
 documents is filled nearly as fast as vLLM computes it in one step; other users wait for a part of that at a time. A
@@ -39,10 +39,7 @@ class Slices:
         self._ended = time.perf_counter() if is_own else None
 
     def seconds(self, *, otherwise: float) -> float:
-        """Return the time for fillings while vLLM has requests; `otherwise` until a step of its own was measured.
-
-        That is eight times the median of its last steps without fillings, from 0.05 s to 1 s.
-        """
+        """Return the time for fillings while vLLM has requests; `otherwise` until a step of its own was measured."""
         if not self._own_s:
             return otherwise
         return min(max(_SHARE * statistics.median(self._own_s), _SHORTEST_S), _LONGEST_S)
