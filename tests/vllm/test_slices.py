@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from cachecraft_rag.vllm.worker import slices
-from cachecraft_rag.vllm.worker.slices import Slices
+from cachecraft_rag.vllm.worker import filling
+from cachecraft_rag.vllm.worker.filling import Slices
 
 
 class Clock:
@@ -21,7 +21,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr(slices, "time", made)
+    monkeypatch.setattr(filling, "time", made)
     return made
 
 

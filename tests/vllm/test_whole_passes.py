@@ -17,7 +17,7 @@ from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.types.documents import Chunk
 from cachecraft_rag.vllm.messages import Ask
 from cachecraft_rag.vllm.settings import ConnectorSettings
-from cachecraft_rag.vllm.worker import slices, working
+from cachecraft_rag.vllm.worker import filling, working
 from cachecraft_rag.vllm.worker.scheduling import Scheduling
 from cachecraft_rag.vllm.worker.whole_model import check_raw_keys
 from cachecraft_rag.vllm.worker.working import Workers
@@ -266,8 +266,8 @@ def test_a_call_does_not_take_long_once_vllm_has_something_to_compute(
     scheduling.ended({"speed"})
     monkeypatch.setattr(working, "LONGEST_CALL_S", 0.0)
     monkeypatch.setattr(working, "_LONG_SLICE_S", 0.0)
-    monkeypatch.setattr(slices, "_SHORTEST_S", 0.0)
-    monkeypatch.setattr(slices, "_SHARE", 0.0)
+    monkeypatch.setattr(filling, "_SHORTEST_S", 0.0)
+    monkeypatch.setattr(filling, "_SHARE", 0.0)
     model.runs.clear()
     asks = [ask_of(engine, order, **changed) for order in ([0, 2, 1], [1, 0, 2])]
     fills = [fill_of(scheduling, ask, f"r{i}", first_block=20 * i) for i, ask in enumerate(asks)]

@@ -36,7 +36,7 @@ from cachecraft_rag.types.prompts import Prompt, Segment
 from cachecraft_rag.vllm.messages import FIELD, Ask, Fill, StepResult
 from cachecraft_rag.vllm.served_model import ModelIdentity
 from cachecraft_rag.vllm.settings import ConnectorSettings
-from cachecraft_rag.vllm.worker import filling, slices, working
+from cachecraft_rag.vllm.worker import filling, working
 from cachecraft_rag.vllm.worker import scheduling as scheduling_module
 from cachecraft_rag.vllm.worker.fill_memory import FillMemory
 from cachecraft_rag.vllm.worker.filling import Filling
@@ -380,7 +380,7 @@ def test_fillings_take_eight_times_as_long_as_a_step_of_vllms_own(
 ) -> None:
     """Steps in which prompts are filled tell nothing: on a GPU vLLM waits for the filling."""
     clock = Clock()
-    for module in (working, slices):
+    for module in (working, filling):
         monkeypatch.setattr(module, "time", clock)
     stack.ranks = ranks
     run_layer = BlockStack.layer

@@ -51,7 +51,7 @@ def request_refusal(request: EngineRequest, *, is_audit: bool = False) -> str:
     """Return the reason why vLLM computes this request without chunk-caches; "" if it can be filled from them.
 
     Requests of this package pass here as well: of the self-check, of priming, and of audits. Those of the self-check,
-    and answers that are audited, ask for log-probabilities themselves; `is_audit` is True for an audit's own pass alone.
+    and answers to be audited, ask for log-probabilities; `is_audit` is True only for an audit's own pass.
 
     A new reason is a sentence here and under "Per request" in docs/reference/vllm.md. What it reads of vLLM's request
     is declared in `interfaces`, in `USES` of `benchmarks/vllm_contract.py`, and in the stand-ins of `request_of` in

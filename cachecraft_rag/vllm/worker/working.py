@@ -34,9 +34,8 @@ from cachecraft_rag.store.loading.loader import Loader
 from cachecraft_rag.vllm.messages import Adapter, Fill, FillReport, StepResult
 from cachecraft_rag.vllm.settings import ConnectorSettings
 from cachecraft_rag.vllm.worker.fill_memory import UNLIMITED, FillMemory
-from cachecraft_rag.vllm.worker.filling import Filling
+from cachecraft_rag.vllm.worker.filling import Filling, Slices
 from cachecraft_rag.vllm.worker.ranks import AnotherRankFailedError, RanksApartError, TensorParallel
-from cachecraft_rag.vllm.worker.slices import Slices
 from cachecraft_rag.vllm.worker.stack import WorkerStack
 from cachecraft_rag.vllm.worker.whole_model import check_raw_keys, check_whole_model
 
@@ -45,7 +44,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("cachecraft_rag.vllm")
 
-# Time per step after which filling stops, unless vLLM has requests to compute: see `slices`. At least one layer of a
+# Time per step after which filling stops, unless vLLM has requests to compute: see `Slices`. At least one layer of a
 # group of passes is computed, or all layers in one call. That is expected to take at most `LONGEST_CALL_S` or such a
 # slice, unless vLLM has nothing to compute: as many rows of vLLM's prefill take as long in one step.
 _IDLE_SLICE_S = 0.05  # while nobody waits: a request that arrives waits for its end
