@@ -1,4 +1,4 @@
-"""One request's prompt on its way into vLLM's blocks, a few steps at a time, and how long each of vLLM's steps fills."""
+"""A prompt on its way into vLLM's blocks, a few steps at a time, and for how long in each of vLLM's steps."""
 
 from __future__ import annotations
 
