@@ -522,7 +522,7 @@ def with_notes(node: BaseNode, notes: Mapping[str, object]) -> BaseNode:
 
 
 def without_notes(node: BaseNode) -> BaseNode:
-    """Return the node without what this package noted in its metadata: an index would keep an outdated note."""
+    """Return a copy of the node without this package's notes, which are outdated in an index; without any, itself."""
     if not NOTE_KEYS & node.metadata.keys():
         return node
     return node.model_copy(

@@ -149,10 +149,10 @@ def takes(
 ) -> Callable[[Command], Command]:
     """Give a command settings, and the fields of dataclasses, as options.
 
-    The command gets the `Settings`, flags first, as its parameter `settings`, and each dataclass as one object for the
-    parameter named. With the key "threads" and a value for it, torch is limited to that many CPU threads before the
-    command runs. An option has the name, type, default and help of its field, see `engine.settings.descriptions`; a
-    field without a description is the setting of that name.
+    With `keys` the command gets the `Settings`, in which flags come first, as its parameter `settings`, and each
+    dataclass as one object for the parameter named. With the key "threads" and a value for it, torch is limited to that
+    many CPU threads before the command runs. An option has the name, type, default and help of its field, see
+    `engine.settings.descriptions`; a field without a description has those of the setting of its name.
 
     Args:
         keys: keys of `known_settings`.

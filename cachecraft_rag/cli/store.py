@@ -176,7 +176,8 @@ def check(
 ) -> None:
     """Compare catalog and files and verify every checksum. Exit code 1 if something is wrong and was not repaired.
 
-    Exit code 2 if there is no store, or it cannot be read, or with --repair not be written.
+    Foreign files and a damaged SQLite file are never repaired. Exit code 2 if there is no store, or it cannot be read,
+    or with --repair not be written.
     """
     # Raises typer.Exit(1), StoreError and ConfigError; see `app.main` for exit codes.
     with opened(Path(settings["store"])) as caches, progress_bar("Checking") as show:
@@ -190,7 +191,7 @@ def check(
         out.print(
             f"{counted(report.rows, 'variant')}, {counted(report.files, 'file')}, {megabytes(report.nbytes)}: {verdict}"
         )
-    if report.findings and not repair:
+    if not all(finding.repaired for finding in report.findings):
         raise typer.Exit(1)
 
 

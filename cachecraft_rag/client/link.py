@@ -213,7 +213,8 @@ class Link:
     ) -> Generator[Mapping[str, object]]:
         """Yield the events of a streamed chat completion, as JSON objects, up to its end.
 
-        The request is sent when the first event is asked for; closing the generator ends it. Raises ServerError also
+        `body` must have `"stream": true`; `headers` are sent besides those of the link. The request is sent when the
+        first event is asked for; closing the generator ends it. Raises ServerError also
         for an event longer than 1 MiB, and for an answer that ends early or is longer than 64 MiB.
         """
         with self._replied(CHAT, body, headers=headers) as reply:

@@ -165,7 +165,9 @@ class AnswerEngine(ABC):
                 small, those of lowest rank are left out.
             history: earlier turns of the conversation, user first; they follow the chunks. The last turn is the
                 assistant's, or the result of a tool if the chat template lets the user speak after it.
-            session: session whose private chunk-caches may be used besides the shared ones.
+            session: session whose private chunk-caches may be used besides the shared ones. What is captured of
+            `chunks`
+                is shared all the same, unless the instruction is private (`private_system`).
             sampling: length and randomness of the answer; None = `SamplingParams()`: greedy, at most 128 tokens.
             config: settings of reuse for this question; None = the engine's.
             tools: tools that the model may call, see `prompt.tools`; `prompts_with` gives the form of its calls.
@@ -173,14 +175,14 @@ class AnswerEngine(ABC):
         Returns:
             The answer as an iterator of pieces of text. Closing it early keeps its captures.
         """
-        check_kind(
-            "sampling",
-            sampling,
-            SamplingParams,
-            optional=True,
-            advice="write SamplingParams(temperature=…)",
-        )
         try:
+            check_kind(
+                "sampling",
+                sampling,
+                SamplingParams,
+                optional=True,
+                advice="write SamplingParams(temperature=…)",
+            )
             request = self._request(
                 question,
                 chunks,
@@ -328,18 +330,19 @@ class AnswerEngine(ABC):
         progress: Callable[[Progress], None] | None = None,
         skipped: Callable[[str], None] = logger.warning,
     ) -> int:
-        """Capture documents that a database of yours holds, before the first question, and return the captures' number.
+        """Capture documents that a database of yours holds, before the first question; return how many were stored.
 
         Chunks with the same source (`source` in their metadata; the `ref_doc_id` of a node) are captured after one
-        another, in the order given. What is stored already is skipped, so after Ctrl-C call it again. Documents that
-        `remove` or `sync` had removed are stored again.
+        another, in the order given; the first of several is captured a second time after the next ones. The instruction
+        is captured, and counted, too. What is stored already is skipped, so after Ctrl-C call it again. Documents that
+        `remove` or `sync` had removed are stored again. ConfigError for an engine whose instruction is private.
 
         Args:
             documents: texts, chunks, LangChain's or Haystack's documents, or LlamaIndex's nodes, as a retriever returns
                 them. The text is what the model will read of each: that of a node has its templates and metadata.
             alone: capture each chunk after a fixed passage, so that no other chunk shapes it.
             progress: called before the first pass and after each one that captures.
-            skipped: called with a sentence about each document with chunks that no pass has room for.
+            skipped: called with a sentence about each document that has chunks too long to capture.
         """
         check_flag("alone", alone)
         check_callable("progress", progress)

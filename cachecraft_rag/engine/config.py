@@ -207,12 +207,12 @@ class EngineConfig:
         """
         if self.audit_text and not self.audit.share:  # type: ignore[union-attr]
             raise ConfigError(
-                'audit_text has no effect without audits: add audit="idle", or a share'
+                'audit_text has no effect without audits: add audit="idle", or a share, or set audit_text to false'
             )
         if self.quality_target is None:
             if (self.min_ratio, self.max_ratio) != (0.0, 1.0):
                 raise ConfigError(
-                    "min_ratio and max_ratio limit a quality target: add quality_target, or leave them out"
+                    "min_ratio and max_ratio limit a quality target: add quality_target, or set them to 0 and 1"
                 )
             return
         if not self.audit.share:  # type: ignore[union-attr]

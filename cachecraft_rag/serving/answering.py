@@ -398,16 +398,16 @@ class Answering:
     def _finish(
         self, request: Request, progress: RequestProgress, captures: ExpectedCaptures
     ) -> None:
-        """Count the uses of variants and hand over the captures."""
+        """Hand over the captures, and count the uses of variants."""
         config = request.config
         try:
+            captures.hand_over()
             for planned in progress.plan:
                 variant = planned.variant
                 if variant is not None:
                     self.store.used(
                         variant.variant_id, planned.recomputed_share, tokens=variant.tokens
                     )
-            captures.hand_over()
 
             candidate = None
             is_unmarked = any(segment.found for segment in request.prompt.segments)

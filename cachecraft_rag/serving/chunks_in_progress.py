@@ -135,6 +135,15 @@ class ChunksInProgress:
             return list(wanted.variants)
         return _served(wanted, others)
 
+    def announced(self, owner: Owner) -> frozenset[str]:
+        """Return the ids of the segments that requests of this owner have announced."""
+        return frozenset(
+            variant.segment_id
+            for captures in self._announced
+            if captures.owner == owner
+            for variant in captures.variants
+        )
+
     def held_back(self, wanted: WantedChunks) -> list[ExpectedCaptures]:
         """Return the captures with wanted chunk-caches that are held back, in the order of announcement."""
         held = [captures for captures in self._announced if captures.submit is not None]

@@ -215,9 +215,9 @@ def unchanged_tokens(
 def stats_of(request: Request, progress: RequestProgress, layers: int) -> RequestStats:
     """Return the statistics of a request so far, for a model of `layers` layers.
 
-    Before the plan no token counts as reused, and `chunks` has only those left out of the prompt. After the end, chunks
-    that neither the plan nor another process says anything of are "failed" if the request failed or was closed before
-    its first token, and otherwise "computed". `total_s` is the time until now while the request goes on.
+    Before the plan no token counts as reused, and `chunks` has only those left out of the prompt. If the request failed
+    or was closed before its first token, every chunk is "failed", unless another process reported what it did; after
+    any other end, chunks without a report are "computed". `total_s` is the time until now while the request goes on.
     """
     reports = progress.segment_reports()
     lengths = [len(segment.token_ids) for segment in request.prompt.segments]

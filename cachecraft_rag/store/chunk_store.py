@@ -569,7 +569,7 @@ class ChunkCacheStore(Closeable):
         """Remove every chunk-cache that holds another text than these chunks, or was shaped by one.
 
         Those of instructions stay. Chunks that leave are refused from then on, as after `remove_chunks`; these ones are
-        stored again. Captures under way are not waited for: those of other chunks leave with the next call.
+        stored again. Captures under way are not waited for; one of another chunk is removed by the next call.
 
         Args:
             chunk_ids: ids of the chunks that stay; () removes all but the instructions.
@@ -577,8 +577,6 @@ class ChunkCacheStore(Closeable):
 
         Returns:
             The number of the variants that were removed from the folder, and their bytes on disk.
-
-        Raises what `remove_chunks` and `readmit_chunks` raise.
         """
         held = frozenset(_checked_ids(chunk_ids, namespace))
         self._require_folder()

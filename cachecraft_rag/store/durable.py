@@ -59,7 +59,7 @@ logger = logging.getLogger("cachecraft_rag.store")
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A flaw: its kind, its place, the reason in words, and the action in words.
+    """A flaw: its kind, its place, the reason in words, the action in words, and whether it is repaired.
 
     The action is the one that the check took, or would take with `repair`. For a flaw that a check never repairs it is
     advice, or says that the file was left alone.
@@ -69,6 +69,7 @@ class Finding:
     path: Path
     what: str
     action: str
+    repaired: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -456,7 +457,7 @@ class DurableVariants:
         return deleted, failure
 
     def check(self, *, repair: bool, progress: Callable[[Progress], None] | None) -> CheckReport:
-        """Compare rows and files and read every byte; with `repair` fix flaws. See `ChunkCacheStore.check`."""
+        """See `ChunkCacheStore.check`. Raises OSError if files cannot be listed or read."""
         if repair and self.read_only:
             raise StoreError(
                 f"{self.catalog.path.parent} cannot be written. Make it writable for this user to repair it."
@@ -485,7 +486,7 @@ class DurableVariants:
                 findings += self._check_file(path, file, repair=repair)
         if flaw := self.catalog.check_sums(repair=repair):
             action = "counted again" if repair else "would be counted again"
-            findings.append(Finding("catalog", self.catalog.path, flaw, action))
+            findings.append(Finding("catalog", self.catalog.path, flaw, action, repaired=repair))
         return CheckReport(
             rows, len(files), sum(file.file_bytes for _, file in files), repair, tuple(findings)
         )
@@ -647,4 +648,4 @@ def _finding(kind: FindingKind, path: Path, what: str, *, repair: bool) -> Findi
         action = "row removed, but not its file (see the log)" if has_row else _NOT_DELETED
     else:
         action = "row and file removed" if has_row else "file removed"
-    return Finding(kind, path, what, action)
+    return Finding(kind, path, what, action, repaired=repair and not path.exists())

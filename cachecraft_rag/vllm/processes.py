@@ -14,10 +14,10 @@ _GRACE_S = 5.0  # time for vLLM to shut down on its own, before the process is e
 
 
 def settle_in() -> None:
-    """If vLLM started this process: log to vLLM's log, and end some seconds after the process that started this one.
+    """If vLLM started this process: log to vLLM's log, and end five seconds after the process that started it.
 
-    Our logger takes over the handlers and the level of vLLM's logger, unless it or the root logger has handlers
-    already. A thread ends this process with exit code 1, five seconds after the other one has ended.
+    Our logger takes over the handlers and the level of vLLM's logger, unless ours or the root logger has handlers. A
+    thread ends this process, with exit code 1.
     """
     parent = multiprocessing.parent_process()
     if parent is None or not multiprocessing.current_process().name.startswith(_NAMES):

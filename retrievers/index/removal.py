@@ -82,11 +82,11 @@ def remove_documents(
 
 
 def evict_removed(index: FaissStore, caches: Caches | None) -> tuple[int, int]:
-    """Delete the chunk-caches of all chunks that left the index and are not back; return their number, and their bytes.
+    """Delete the chunk-caches of all chunks that left the index and are not back; return how many, and their bytes.
 
-    Chunk-caches that were captured after such a chunk are deleted too. Until a chunk is in the index again and this is
-    called, none is stored: neither of it nor after it. These chunks are noted in the index until this has succeeded,
-    also by another process (`FaissStore.removed_chunks`).
+    Those that were captured after such a chunk are deleted too. None of either kind is stored again until the chunk is
+    back in the index and this is called. The index keeps a note of these chunks (`FaissStore.removed_chunks`) until
+    this succeeds, in any process. Without `caches` nothing is done: (0, 0), and the notes stay.
     """
     if caches is None:
         return 0, 0

@@ -75,7 +75,7 @@ def open_database(
     reading. Nothing stays open after an error.
 
     Raises IndexStoreError for a database that is damaged, of a newer version, or made with another embedding model or
-    another `dim`, for a new one without both, and if another process keeps it locked for longer than `wait_s`.
+    another `dim`, for a new one unless both are given, and if another process keeps it locked for longer than `wait_s`.
     """
     try:
         db = Database(folder / DATABASE, kind=_KIND, busy_timeout_s=wait_s)

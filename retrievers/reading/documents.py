@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 from cachecraft_rag.errors import CacheCraftError, DocumentError
 from cachecraft_rag.retrievers.reading.markup import Reading, html_to_markdown, rst_to_markdown
-from cachecraft_rag.retrievers.reading.office import CONVERTERS
+from cachecraft_rag.retrievers.reading.office import CONVERTERS, require_reader
 from cachecraft_rag.retrievers.reading.pdf import pdf_to_text
 from cachecraft_rag.retrievers.reading.tables import FormatError, json_to_text, table_to_text
 
@@ -70,10 +70,14 @@ def read_text(path: Path, data: bytes) -> Reading:
     """Return the text in the bytes of a file, the document's metadata, and what the text lacks.
 
     Of `path` only the suffix is used, and the name in messages. The metadata has `format` ("markdown" or "text"), and
-    where they are known `title`, `pages`, and `encoding` if it is not UTF-8. A parser of an untrusted document may take
-    hours or all memory: `limited_reader` calls this within limits. MemoryError is the cause of a DocumentError then.
+    where they are known `title`, `pages`, and `encoding` if it is not UTF-8. A file without text gives "". A parser of
+    an untrusted document may take hours or all memory: `limited_reader` calls this within limits. If memory runs out, a
+    MemoryError is the cause of the DocumentError. MissingPackageError if the suffix needs a package that is not
+    installed.
     """
+    require_known_kind(path, len(data))
     suffix = path.suffix.lower()
+    require_reader(suffix)
     with parsing(printable(path)):
         convert = _BINARIES.get(suffix)
         text, metadata, losses = convert(data) if convert else _read_text(suffix, data)

@@ -284,7 +284,8 @@ def _shape_html(shape: Any) -> str:
 def xlsx_to_markdown(data: bytes) -> Reading:
     """Return a heading for each visible sheet and its rows as paragraphs of `column: value` lines.
 
-    Formulas give the values that were saved with them; see `docx_to_markdown`.
+    The first row names the columns (`rows_to_text`). Formulas give the values that were saved with them. Raises what
+    the library raises; `parsing` makes a DocumentError of it.
     """
     from python_calamine import CalamineWorkbook, SheetTypeEnum, SheetVisibleEnum
 

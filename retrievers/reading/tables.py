@@ -156,9 +156,10 @@ def _records(value: object) -> Iterator[object]:
     """Yield the values that become a paragraph each: the other values of an object first, then its records.
 
     Records are the entries of a list at the top, of JSON Lines, and the objects in lists of an object, such as those of
-    `{"total": 2, "items": [{}, {}]}`.
+    `{"total": 2, "items": [{}, {}]}`. Of the objects around them only a name that comes again has its path.
     """
     around: dict[str, object] = {}
+    path = ""
     lists: dict[str, list[object]] = {"": value} if isinstance(value, list) else {}
     inside = value
     while isinstance(inside, dict) and not lists:
@@ -167,13 +168,16 @@ def _records(value: object) -> Iterator[object]:
             for name, part in inside.items()
             if isinstance(part, list) and part and all(isinstance(item, dict) for item in part)
         }
-        objects = [part for part in inside.values() if isinstance(part, dict)]
+        objects = [name for name, part in inside.items() if isinstance(part, dict)]
         around |= {
-            name: part
+            f"{path}.{name}" if name in around else name: part
             for name, part in inside.items()
             if name not in lists and (lists or not isinstance(part, dict))
         }
-        inside = objects[0] if len(objects) == 1 else None
+        if len(objects) != 1:
+            break
+        path = f"{path}.{objects[0]}" if path else objects[0]
+        inside = inside[objects[0]]
     yield around if lists else value
     for name, records in lists.items():
         # with one list its name says nothing that the file's does not

@@ -480,6 +480,9 @@ def test_store_commands(home: Path, cachecraft: Command) -> None:
     assert "damaged file" in run("store", "check", "--store", copy, code=1).stdout
     run("store", "check", "--repair", "--store", copy)
     assert "all sound" in run("store", "check", "--store", copy).stdout
+    foreign = next(Path(copy).rglob("variants")) / "notes.txt"
+    foreign.write_text("not of this store")
+    assert "left alone" in run("store", "check", "--repair", "--store", copy, code=1).stdout
     assert (
         "0 variants removed" in run("store", "evict", "--down-to-mb", "inf", "--store", copy).stdout
     )

@@ -187,9 +187,10 @@ def test_without_wheel_and_hub_the_error_names_the_command(
 
 
 def test_without_the_gguf_reader_the_error_names_the_command(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setitem(sys.modules, "gguf", None)
+    monkeypatch.setenv("CACHECRAFT_CACHE", str(tmp_path))  # nothing is converted yet
     with pytest.raises(
         ModelNotFoundError, match=r"needs gguf; install with: pip install 'cachecraft-rag\[demo\]'"
     ):

@@ -156,6 +156,11 @@ def test_records_inside_an_object_are_paragraphs() -> None:
     assert read("a.json", json.dumps({"total": 2, "data": {"items": records}})).text == expected
 
 
+def test_a_value_whose_name_comes_again_in_an_object_around_records_is_kept() -> None:
+    around = {"id": 1, "result": {"id": 7, "items": [{"a": 1}, {"a": 2}]}}
+    assert read("a.json", json.dumps(around)).text == "id: 1\nresult.id: 7\n\na: 1\n\na: 2"
+
+
 @pytest.mark.parametrize(
     "text",
     [

@@ -914,6 +914,7 @@ def test_check_reports_everything_and_repair_leaves_nothing(tmp_path: Path) -> N
         assert orphan.exists()  # nothing was touched
         report = store.check(repair=True)
         assert {(finding.path, finding.kind) for finding in report.findings} == expected
+        assert [one.path for one in report.findings if not one.repaired] == [stranger]
         assert [finding.path for finding in store.check().findings] == [stranger]
         stranger.unlink()
         assert store.check().findings == ()

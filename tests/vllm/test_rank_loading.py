@@ -165,7 +165,7 @@ def it_ends_between_layers(rank: Rank, fill: Fill, signal: Signal) -> None:
 
 
 def one_has_it_in_memory(rank: Rank, fill: Fill, _signal: Signal) -> None:
-    """One rank would capture what it could not read; the other one had it in memory. Nothing is captured."""
+    """One rank cannot read what the other one has in memory: both compute and capture it."""
     rank.fill(replace(fill, request_id="before"))
     if rank.number == 1:
         rank.disk.from_layer(2, fails)
@@ -216,7 +216,12 @@ def ranks_of(number: int, rendezvous: str) -> WholeRanks:
         torch.distributed.all_reduce(tensor)
         return tensor
 
-    group = SimpleNamespace(rank_in_group=number, world_size=2, all_reduce=all_reduce)
+    def all_gather(tensor: Tensor, dim: int) -> Tensor:
+        return tensor  # each rank has all heads here
+
+    group = SimpleNamespace(
+        rank_in_group=number, world_size=2, all_reduce=all_reduce, all_gather=all_gather
+    )
     ranks = WholeRanks(group, make_meetings)
     ranks.counts = Counter()
     return ranks

@@ -977,6 +977,19 @@ def test_a_request_waits_for_no_captures_that_it_may_not_use(
             assert (scheduling.matched(request, 0) is None) == (name == "first"), name
 
 
+def test_a_tenant_waits_for_no_capture_that_none_of_its_requests_has_announced(
+    engine: Engine, scheduling: Scheduling
+) -> None:
+    unknown = engine.prompts.build("When was it built?", [Chunk("The lock of Arden leaks, too. ")])
+    ask = Ask(unknown, CONFIG.changed_by({"capture": True}))
+    segments = {segment.segment_id for segment in unknown.segments[:-1]}
+    scheduling.take_result(StepResult({}, frozenset(segments)))
+    own = request_of(ask, "own")
+    assert scheduling.matched(own, 0) is None
+    tenants = request_of(replace(ask, namespace="a tenant"), "a tenant's")
+    assert scheduling.matched(tenants, 0) is not None
+
+
 @pytest.mark.parametrize("clients", [2, 4, 8])
 def test_new_chunks_are_computed_once_however_many_ask_for_them(
     clients: int, decoder: Decoder, tmp_path: Path, stack: BlockStack, settings: ConnectorSettings

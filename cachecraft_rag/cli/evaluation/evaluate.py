@@ -132,7 +132,8 @@ class Measuring:
         """Measure what the folder's records lack, appending each at once; return the settings and all records.
 
         The model is loaded for this, with a store in a hidden folder inside `out` that is removed afterwards. Progress
-        goes to stderr.
+        goes to stderr. ConfigError if the folder holds measurements with other settings and this is no restart, or if
+        the warm-up leaves no question.
 
         Args:
             methods: methods to measure, each at each recompute ratio if it takes one.

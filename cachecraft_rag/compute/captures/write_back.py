@@ -101,7 +101,8 @@ class CaptureDescriber:
         self._guard = threading.Lock()  # for everything below
         # (tenant, chunk id) → its captures under way; several requests may capture a chunk at once
         self._pending: dict[tuple[str, str], list[Future[None]]] = {}
-        self._waiting_bytes = 0
+        self._waiting_bytes = 0  # of the captures' own tensors
+        self._keys_bytes = 0  # of the prompts' buffers that these captures read
         self._closed = False
         # A set is held by the request that may capture, and leaves this one together with the request.
         # each with its tenant
@@ -138,7 +139,9 @@ class CaptureDescriber:
         """
         computed = launched(keys.device)
         needed = keys if recorder.needs_keys else None
+        kept_bytes = 0 if needed is None else needed.untyped_storage().nbytes()
         for capture in recorder.captures:
+            keys_bytes = kept_bytes // len(recorder.captures)
             chunk_id = context.segments[capture.segment].segment_id
             refusal = self._refusal(capture, context)
             if refusal is not None:
@@ -150,8 +153,9 @@ class CaptureDescriber:
             with self._guard:
                 self._pending.setdefault(owned, []).append(job)
                 self._waiting_bytes += capture.nbytes
+                self._keys_bytes += keys_bytes
             steps = self.steps(capture, recorder, needed, context=context, computed=computed)
-            ended = partial(self._ended, owned, capture.nbytes, job)
+            ended = partial(self._ended, owned, capture.nbytes, keys_bytes, job)
             try:
                 self._start(steps, ended)
             except BaseException as error:  # whatever it is, no request may wait for this capture
@@ -226,8 +230,8 @@ class CaptureDescriber:
 
     @property
     def crowded(self) -> bool:
-        """True if waiting captures fill more than a quarter of `max_bytes`."""
-        return 4 * self._waiting_bytes > self._max_bytes
+        """True if waiting captures, with the buffers that they read, fill more than a quarter of `max_bytes`."""
+        return 4 * (self._waiting_bytes + self._keys_bytes) > self._max_bytes
 
     def wait_for(self, segment_ids: Iterable[str], timeout: float | None = None) -> bool:
         """Wait until captures of these segments submitted so far have ended; False after `timeout` (None: never)."""
@@ -274,6 +278,7 @@ class CaptureDescriber:
         self,
         owned: tuple[str, str],
         nbytes: int,
+        keys_bytes: int,
         job: Future[None],
         _stored: object,
         error: BaseException | None,
@@ -290,6 +295,7 @@ class CaptureDescriber:
         finally:
             with self._guard:
                 self._waiting_bytes -= nbytes
+                self._keys_bytes -= keys_bytes
                 self._pending[owned].remove(job)
                 if not self._pending[owned]:
                     del self._pending[owned]

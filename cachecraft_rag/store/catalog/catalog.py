@@ -477,9 +477,9 @@ class Catalog:
                 connection.executemany("INSERT OR REPLACE INTO limits VALUES (?,?)", limits.items())
 
     def over(self, limits: Limits) -> tuple[list[FileRef], EvictionReason]:
-        """Return files beyond the byte budget or the number of variants, lowest score first, and the limit exceeded.
+        """Return the files to evict so that both limits hold, lowest score first, and the limit that asks for more.
 
-        If both are exceeded, the longer list. Files being written or deleted count towards the byte budget;
+        No files if both hold. Files being written or deleted count towards the byte budget;
         `limits.variants_per_chunk` does not count.
         """
         with self._db.reading() as connection:

@@ -67,8 +67,8 @@ async def answer_of(
 ) -> T:
     """Await `asking` and return its result; an exception in `errors` or `ODD_ANSWERS` is replaced.
 
-    The replacement is `failure(exception)`, an OSError. It is raised outside the handler: the library's message may
-    hold a secret, and must not be among the causes. Other exceptions, such as CancelledError, pass unchanged.
+    The replacement is `failure(exception)`, an OSError. It has no cause or context, because the library's message
+    may hold a secret. Other exceptions, such as CancelledError, pass unchanged.
     """
     expected: tuple[type[Exception], ...] = (*errors, *ODD_ANSWERS)
     try:

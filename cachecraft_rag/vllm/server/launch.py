@@ -49,7 +49,8 @@ def serve(
     `--disable-log-stats`. The settings are logged.
 
     Args:
-        model: as in `Engine.from_pretrained`; also the name that clients use, unless `arguments` name another.
+        model: Hugging Face name or folder, whose weights are on this machine, or "demo"; also the name that clients
+            use, unless `arguments` name another.
         store: folder of the store.
         config: of the engine; what vLLM decides itself is refused.
         endpoint: for requests with documents; its folder and name are filled in here.

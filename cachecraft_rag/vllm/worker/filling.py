@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from cachecraft_rag.compute.balance.speed import ComputeSpeed
-from cachecraft_rag.compute.job import PrefillResult
+from cachecraft_rag.compute.job import PrefillJob, PrefillResult
 from cachecraft_rag.compute.overlapped import Forward, OverlappedPrefill, Step
 from cachecraft_rag.compute.resolve import executed_plan, resolve
 from cachecraft_rag.compute.row_pass import RowPass
@@ -72,19 +72,13 @@ class Filling:
         )
         self.plan: Plan = self._job.plan
         self.result: PrefillResult | None = None
-        captures = self._job.captures if fill.ask.captures is None else fill.ask.captures
-        own_part = replace(
-            self._job,
-            rows=self._job.rows.finish(range(fill.stop, fill.ask.prompt.bounds[-1])),
-            captures=() if fill.again else captures,
-        )
         self._loads = loader.begin(self._job.to_load, self._job.not_needed)
         self._planned = self._idle_since = time.perf_counter()
         self._load_s = 0.0
         try:
             self._steps = OverlappedPrefill(
                 stack,
-                own_part,
+                self._own_part(),
                 self._loads,
                 speed,
                 runs_ahead=True,
@@ -97,6 +91,18 @@ class Filling:
             self._close_loads()
             raise
         self._asked_at = time.perf_counter()
+
+    def _own_part(self) -> PrefillJob:
+        """Return the job without the last tokens, with the captures of all ranks, which must divide passes alike.
+
+        What one rank has in memory, and does not capture, another may read from its disk, or compute.
+        """
+        fill = self.fill
+        captures = fill.ask.captures
+        if captures is None:
+            captures = sorted(self._stack.ranks.agree(frozenset(self._job.captures)))
+        rows = self._job.rows.finish(range(fill.stop, fill.ask.prompt.bounds[-1]))
+        return replace(self._job, rows=rows, captures=() if fill.again else captures)
 
     @property
     def row_pass(self) -> RowPass | None:

@@ -146,7 +146,7 @@ class Scheduling:
         # digests of filled prompts, the latest last
         self._filled: OrderedDict[int, None] = OrderedDict()
         self._capturing: frozenset[str] = frozenset()  # segments, as last reported by the workers
-        self._in_progress = ChunksInProgress(lambda _: self._capturing)
+        self._in_progress = ChunksInProgress(self._captured)
         self._captures_awaited = False  # a request has waited for captures since the last step
         self._reports: dict[str, FillReport] = {}  # `Ask.name` → report to be sent to the front end
         self._row_s: float | None = None  # seconds per computed row of the last fill
@@ -478,6 +478,16 @@ class Scheduling:
             known.lacks = None
             return True
         return False
+
+    def _captured(self, owner: Owner) -> frozenset[str]:
+        """Return the segments that are being captured, of a tenant only what its requests have announced.
+
+        The workers do not say whose they are, and a wait would tell a tenant what another one has sent.
+        """
+        tenant, _ = owner
+        if not tenant:
+            return self._capturing
+        return self._capturing & self._in_progress.announced(owner)
 
     def _announce(self, known: Pending, ask: Ask) -> None:
         """Announce what a filling computes; a repeated one captures nothing."""

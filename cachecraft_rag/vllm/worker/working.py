@@ -121,6 +121,9 @@ class Workers:
         self._slices = Slices()
         self._longest_call_s = LONGEST_CALL_S  # of this step
         self._has_run = False  # layers in this step
+        self._is_awaited = (
+            False  # one of the prompts that are being filled, not only work in idle time
+        )
         self._ranks = stack.ranks
         self.first_rank = stack.ranks.rank == 0
         self._speed = ComputeSpeed(stack.keys_per_row)
@@ -202,6 +205,7 @@ class Workers:
             self._describe_at_once.set()
         else:
             self._describe_at_once.clear()
+        self._is_awaited = any(not filling.fill.ask.waits for filling in self._fillings.values())
         self._slices.end(is_own=not (vllm_is_free or self._has_run))
 
     def _slice_s(self, *, vllm_is_free: bool, idle: bool) -> float:
@@ -347,14 +351,14 @@ class Workers:
     def _turn_and_rest(self) -> Iterator[None]:
         """Hold the lock for one part of a description, then pause so that requests can use the device.
 
-        It pauses as long as prompts are filled, whose requests wait for their first token.
+        It pauses as long as requests wait for their first token because their prompts are being filled.
         """
         with self._turn():
             began = time.perf_counter()
             yield
             spent = time.perf_counter() - began
         rest_s = max(_RESTS * spent, _SHORTEST_REST_S)
-        while not self._describe_at_once.wait(rest_s) and self._fillings:
+        while not self._describe_at_once.wait(rest_s) and self._is_awaited:
             pass
 
     def _describe(self, steps: Work[object], ended: Ended) -> None:

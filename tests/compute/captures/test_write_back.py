@@ -120,6 +120,21 @@ def test_captures_arrive_with_their_identity_numbers_and_tensors(
         assert torch.equal(loaded.kv, capture.kv)
 
 
+def test_the_buffers_of_prompts_count_as_waiting_until_their_captures_are_described(
+    store: ChunkCacheStore, decoder: Decoder, background: Background, output: PrefillResult
+) -> None:
+    keys = output.buffer.kv[:, 0]
+    assert output.recorder.needs_keys
+    room = 4 * sum(capture.nbytes for capture in output.recorder.captures)
+    describer = describer_of(store, decoder, background, max_bytes=room)
+    with background.lock:  # nothing can be described meanwhile
+        describer.submit(output.recorder, keys, context())
+        assert describer.crowded, "the captures alone are within the limit"
+    assert describer.wait_for(NAMES, timeout=60)
+    assert not describer.crowded
+    describer.close()
+
+
 @pytest.mark.parametrize(
     ("private", "kept"), [(0, []), (1, ["the system"]), (2, ["the system", "first"])]
 )
