@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from cachecraft_rag.compute.balance.speed import ComputeSpeed
@@ -98,7 +98,7 @@ class Filling:
         What one rank has in memory, and does not capture, another may read from its disk, or compute.
         """
         fill = self.fill
-        captures = fill.ask.captures
+        captures: Sequence[int] | None = fill.ask.captures
         if captures is None:
             captures = sorted(self._stack.ranks.agree(frozenset(self._job.captures)))
         rows = self._job.rows.finish(range(fill.stop, fill.ask.prompt.bounds[-1]))
