@@ -322,7 +322,7 @@ def draw_cake(cells: Sequence[CakeCell], path: Path) -> None:
         axis.set_xlabel("bandwidth / rate of computing KV")
     for line in axes:
         line[0].set_ylabel("seconds to the first token")
-    axes[0][0].legend(fontsize=7, frameon=False)
+    axes[0][0].legend(loc="upper right", fontsize=7, frameon=False)
     save(figure, path)
 
 

@@ -145,4 +145,4 @@ def _finish(axis: Any, field: str, name: str, lines: Sequence[Sequence[Point]]) 
 
 def _legend(axis: Any) -> None:
     if axis.get_legend_handles_labels()[0]:  # matplotlib warns about an empty legend
-        axis.legend(fontsize=7, frameon=False)
+        axis.legend(loc="upper right", fontsize=7, frameon=False)

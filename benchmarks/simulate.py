@@ -132,7 +132,7 @@ def draw(cells: Sequence[Cell], path: Path) -> None:
     axis.set_xscale("log")
     axis.set_xlabel("budget / working set")
     axis.set_ylabel("tokens saved, %")
-    axis.legend(fontsize=7, frameon=False)
+    axis.legend(loc="upper right", fontsize=7, frameon=False)
     save(figure, path)
 
 
