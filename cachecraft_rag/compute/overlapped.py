@@ -98,8 +98,8 @@ class OverlappedPrefill:
         longest_call_s: returns the longest expected time of a call that runs all layers; None: `LONGEST_CALL_S`.
         most_rows: rows that one pass may have, such as those for which a GPU has memory. If there are more, passes from
             the front compute them, and captures of all but the last pass are kept in main memory. A chunk to be
-            captured is not divided.
-            MemoryError in a pass if loads fail so late that it would have more rows. None: no limit.
+            captured is not divided. MemoryError in a pass if loads fail so late that it would have more rows. None: no
+            limit.
         decides_once: with "cake", decide once before the last pass what is computed instead of loaded. Several ranks
             must run the same passes, and the first one decides.
     """
@@ -593,9 +593,8 @@ class OverlappedPrefill:
         late: list[int] = []
         while self._common_depth <= layer:
             depth = loads.depth()
-            failed = (
-                loads.failed()
-            )  # after the depth, in which an extent that has failed does not count
+            # after the depth, which does not count an extent that has failed
+            failed = loads.failed()
             common = self._stack.ranks.least(-1 if failed else depth)
             if common < 0:
                 late += self._agreed(failed)

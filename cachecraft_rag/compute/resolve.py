@@ -144,8 +144,7 @@ def _job(
             continue
         if variant is not None:
             stored[index] = variant
-        segment = prompt.segments[index]
-        if config.capture and segment.kind != "question" and not segment.found:
+        if config.capture and prompt.segments[index].is_captured:
             captures.append(index)  # also of stored segments: they are computed if loading fails
 
     return PrefillJob(

@@ -40,7 +40,7 @@ from cachecraft_rag.serving.priming import (
     prime_documents,
 )
 from cachecraft_rag.serving.request import Request, RequestProgress, check_asked
-from cachecraft_rag.serving.sampling import SamplingParams
+from cachecraft_rag.serving.sampling import SamplingParams, check_sampling
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.store.durable import Caches, Evicted
 from cachecraft_rag.store.processes import HomeProcess
@@ -176,13 +176,7 @@ class AnswerEngine(ABC):
             The answer as an iterator of pieces of text. Closing it early keeps its captures.
         """
         try:
-            check_kind(
-                "sampling",
-                sampling,
-                SamplingParams,
-                optional=True,
-                advice="write SamplingParams(temperature=…)",
-            )
+            check_sampling(sampling)
             request = self._request(
                 question,
                 chunks,

@@ -57,7 +57,7 @@ from cachecraft_rag.serving.loop.step_loop import StepLoop
 from cachecraft_rag.serving.loop.task import LoopTask, Priority
 from cachecraft_rag.serving.new_variants import VariantMaker
 from cachecraft_rag.serving.request import Request, RequestProgress, stats_of
-from cachecraft_rag.serving.sampling import SamplingParams
+from cachecraft_rag.serving.sampling import SamplingParams, check_sampling
 from cachecraft_rag.serving.token_queue import AnswerPiece, Reader, TokenQueue
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.store.config import CACHE_FOLDER
@@ -452,7 +452,7 @@ class Engine(AnswerEngine):
         """
         self._home.require()
         check_kind("prompt", prompt, Prompt, advice="prompts.build makes one")
-        check_kind("sampling", sampling, SamplingParams, optional=True)
+        check_sampling(sampling)
         check_kind("config", config, ReuseConfig, optional=True, advice="write ReuseConfig(…)")
         sampling = sampling or SamplingParams()
         config = config or self.config

@@ -49,7 +49,7 @@ from cachecraft_rag.prompt.builder import Turn
 from cachecraft_rag.prompt.output_schema import asking_for
 from cachecraft_rag.prompt.tools import Tool
 from cachecraft_rag.serving.generation import Generation
-from cachecraft_rag.serving.sampling import SamplingParams
+from cachecraft_rag.serving.sampling import SamplingParams, check_sampling
 from cachecraft_rag.types.documents import Chunk
 
 if TYPE_CHECKING:
@@ -98,13 +98,7 @@ class CacheCraftLLM(FunctionCallingLLM):
         callback_manager: CallbackManager | None = None,
     ) -> None:
         check_kind("engine", engine, AnswerEngine, advice="Engine.from_pretrained makes one")
-        check_kind(
-            "sampling",
-            sampling,
-            SamplingParams,
-            optional=True,
-            advice="write SamplingParams(temperature=…)",
-        )
+        check_sampling(sampling)
         check_text("session", session, optional=True)
         sampling = with_max_tokens(sampling or SamplingParams(), max_tokens)
         super().__init__(
@@ -274,7 +268,7 @@ class CacheCraftLLM(FunctionCallingLLM):
         self, output_cls: type[BaseModel], sampling: SamplingParams | None = None
     ) -> SamplingParams:
         """Return `sampling`, or that of the class, with a pydantic model's schema, to which it keeps an answer."""
-        check_kind("sampling", sampling, SamplingParams, optional=True)
+        check_sampling(sampling)
         return replace(sampling or self._sampling, json_schema=output_cls)
 
     @llm_completion_callback()

@@ -166,9 +166,8 @@ def _from_hub() -> Path:
                 HUB_ID, allow_patterns=["*.json", "*.jinja", "*.txt", "model.safetensors"]
             )
         )
-    except (
-        Exception
-    ) as error:  # no network, for example: the client's classes differ between its versions
+    # Without a network, for example. The classes of the hub's client differ between its versions.
+    except Exception as error:
         raise ModelNotFoundError(
             f"the demo model is not installed, and the model hub did not deliver {HUB_ID} ({type(error).__name__}). "
             f"Install it with: {INSTALL}"

@@ -195,7 +195,7 @@ def expected_variants(prompt: Prompt, plan: Plan, session: str | None) -> list[E
     is_private = False
     for index, (segment, planned) in enumerate(zip(prompt.segments[:-1], plan, strict=False)):
         is_private = is_private or segment.private
-        is_captured = planned.variant is None and segment.kind != "question" and not segment.found
+        is_captured = planned.variant is None and segment.is_captured
         is_stored = session is not None or not is_private
         if is_captured and is_stored:
             owner = session if is_private else None

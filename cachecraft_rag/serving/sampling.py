@@ -121,6 +121,17 @@ class SamplingOptions(TypedDict, total=False):
     json_schema: JSONSchema | None
 
 
+def check_sampling(sampling: object) -> None:
+    """Raise ConfigError unless this is None or `SamplingParams`."""
+    check_kind(
+        "sampling",
+        sampling,
+        SamplingParams,
+        optional=True,
+        advice="write SamplingParams(temperature=…)",
+    )
+
+
 def sampling_from(options: dict[str, Any]) -> dict[str, Any]:
     """Return a copy of the options in which those of `SamplingOptions` are replaced by one `sampling`.
 
@@ -145,13 +156,7 @@ def sampling_from(options: dict[str, Any]) -> dict[str, Any]:
         given["stop"] = (given["stop"],)
 
     base = rest.get("sampling")
-    check_kind(
-        "sampling",
-        base,
-        SamplingParams,
-        optional=True,
-        advice="write SamplingParams(temperature=…)",
-    )
+    check_sampling(base)
     rest["sampling"] = replace(base or SamplingParams(), **given)
     return rest
 

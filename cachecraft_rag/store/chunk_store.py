@@ -125,11 +125,14 @@ class ChunkCacheStore(Closeable):
             discard=self._writer.discard,
             warn_once=self._warn_once,
         )
+        self._warn_if_read_only(has_rules=bool(rules))
+
+    def _warn_if_read_only(self, *, has_rules: bool) -> None:
         if self._durable.read_only:
             self._warn_once(
                 CaptureDrop.READ_ONLY,
-                f"{root} cannot be written: what it holds is reused, and nothing is added to it"
-                + (", or evicted by the rules" if rules else ""),
+                f"{self.root} cannot be written: what it holds is reused, and nothing is added to it"
+                + (", or evicted by the rules" if has_rules else ""),
             )
 
     def _new_remote(self, config: StoreConfig) -> RemoteTier | None:

@@ -52,6 +52,11 @@ class Segment:
         object.__setattr__(self, "token_ids", token_array(self.token_ids))
         object.__setattr__(self, "tokens_digest", digest_of_tokens(self.token_ids))
 
+    @property
+    def is_captured(self) -> bool:
+        """True if a prompt that computes this segment captures it: not for questions, nor found passages."""
+        return self.kind != "question" and not self.found
+
 
 @dataclass(frozen=True, slots=True)
 class Prompt:

@@ -165,8 +165,7 @@ class ServedPrompts:
                 self._blocks.popitem(last=False)
 
     def longest(self, ids: Sequence[int], origin: Origin) -> tuple[int, Ask | None]:
-        """Return the number of tokens of the longest prefix that was served, a multiple of 16, and the ask that filled
-        it.
+        """Return the tokens of the longest prefix that was served, a multiple of 16, and the ask that filled it.
 
         The ask is None if vLLM computed the prefix without chunk-caches. Only prompts that were noted with an equal
         `origin`, except for its `quality`, count; of a prompt that was served from chunk-caches, only prefixes that
@@ -480,9 +479,9 @@ class SearchingClient:
         Before the first output, the prompt is searched. If segments are found, the request is recorded, its last output
         carries its statistics, and its texts count as seen once it has ended. If it is served from chunk-caches,
         `params.extra_args` gets the message about them. A prompt with images, sound or videos is recorded, and its last
-        output says that vLLM computes it; so it is with requests for several answers or for log-probabilities of the
-        prompt and with those that use a LoRA adapter, if their prompts are long enough to be searched. Embeddings and
-        requests with other `kv_transfer_params` are passed on unchanged.
+        output says that vLLM computes it. It says so too for requests for several answers, for log-probabilities of the
+        prompt, or with a LoRA adapter, if their prompts are long enough to be searched. Embeddings and requests with
+        other `kv_transfer_params` are passed on unchanged.
 
         In the outputs of a request that is served from chunk-caches, `num_cached_tokens` is the number of reused
         tokens, None before the report. For an audit, `params.logprobs` becomes 16, and the outputs hide them.

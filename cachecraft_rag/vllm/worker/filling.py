@@ -106,10 +106,7 @@ class Filling:
 
     @property
     def row_pass(self) -> RowPass | None:
-        """The pass whose next layer can run now; None while the prefill waits for loads, and once it is done.
-
-        Not to be read after `give_up`.
-        """
+        """The pass whose next layer can run now; None while it waits for loads, and at the end. Not after `give_up`."""
         return (
             self._step.row_pass if self.result is None and isinstance(self._step, Forward) else None
         )

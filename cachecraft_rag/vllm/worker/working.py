@@ -47,10 +47,9 @@ logger = logging.getLogger("cachecraft_rag.vllm")
 # Time per step after which filling stops, unless vLLM has requests to compute: see `Slices`. At least one layer of a
 # group of passes is computed, or all layers in one call. That is expected to take at most `LONGEST_CALL_S` or such a
 # slice, unless vLLM has nothing to compute: as many rows of vLLM's prefill take as long in one step.
-_IDLE_SLICE_S = 0.05  # while nobody waits: a request that arrives waits for its end
+_IDLE_SLICE_S = 0.05  # while no request waits; one that arrives waits for the end of the slice
 _LONG_SLICE_S = 0.25  # while vLLM has nothing to compute
-# while requests run, the thread that describes captures pauses this many times as long as it worked, and at least this
-# long
+# While requests run, the thread that describes captures pauses this many times as long as it worked.
 _RESTS = 4
 _SHORTEST_REST_S = 0.02
 
@@ -121,9 +120,7 @@ class Workers:
         self._slices = Slices()
         self._longest_call_s = LONGEST_CALL_S  # of this step
         self._has_run = False  # layers in this step
-        self._is_awaited = (
-            False  # one of the prompts that are being filled, not only work in idle time
-        )
+        self._is_awaited = False  # a client waits for one of the prompts that are being filled
         self._ranks = stack.ranks
         self.first_rank = stack.ranks.rank == 0
         self._speed = ComputeSpeed(stack.keys_per_row)
@@ -357,7 +354,9 @@ class Workers:
             began = time.perf_counter()
             yield
             spent = time.perf_counter() - began
-        rest_s = max(_RESTS * spent, _SHORTEST_REST_S)
+        rest_s = max(
+            _RESTS * spent, _SHORTEST_REST_S
+        )  # a short rest is repeated while clients wait
         while not self._describe_at_once.wait(rest_s) and self._is_awaited:
             pass
 
@@ -481,8 +480,7 @@ class Workers:
 
         New variants are included only if `idle`. Others join while their rows fit the reserved memory of a GPU and, in
         one call for all layers, the rows of such a call; and while all together are expected to pass the layers in
-        `LONGEST_CALL_S`. Longer passes would all end late: one after the other, the first ends sooner and the last no
-        later.
+        `LONGEST_CALL_S`. Longer passes run one after the other: the first ends sooner than together, the last no later.
         """
         group: list[Filling] = []
         first: RowPass | None = None
@@ -641,7 +639,7 @@ def _largest_part(fill: Fill) -> int:
     if ask.captures is not None:
         captured = [segments[index] for index in ask.captures]
     elif ask.config.capture:
-        captured = [one for one in segments if one.kind != "question" and not one.found]
+        captured = [segment for segment in segments if segment.is_captured]
     else:
         captured = []
     return max((len(segment.token_ids) for segment in captured), default=0)
