@@ -1,4 +1,6 @@
-"""Throughput and time to the first token under load, prefix caching against reuse (Cache-Craft Fig. 22, 24 and 25).
+"""Throughput and latency under load, prefix caching against reuse (Cache-Craft Fig. 22, 24 and 25).
+
+Latency is counted from a request's arrival to its first token, and to the end of its answer.
 
 Requests arrive at random times (Poisson), whether or not those before have been answered. All sides answer the same
 requests at the same times, one side after the other for each load, with an engine and a store of their own and one
@@ -128,6 +130,7 @@ class SideReport:
 
     throughput      requests per second, from the first arrival to the last answer
     ttft_ratio      mean TTFT / prefix caching's over the same requests
+    answer_ratio    mean time to the end of the answer / prefix caching's over the same requests
     p99_gap_s       between pieces of an answer, most of them one token: others fill meanwhile
     hits            mean number of chunks per request that were taken from the store, for each quarter of the requests
     computed_share  of the prompts' tokens, computed or recomputed
@@ -139,7 +142,10 @@ class SideReport:
     p50_ttft_s: float
     p99_ttft_s: float
     mean_queue_s: float
+    p50_answer_s: float
+    p99_answer_s: float
     ttft_ratio: Interval
+    answer_ratio: Interval
     p99_gap_s: float
     hits: tuple[float, ...]
     computed_share: float
@@ -382,6 +388,9 @@ def _settle(engine: Engine, settings: ServeSettings) -> None:
 def report_of(engine: Engine, answered: Sequence[Answered], base: Sequence[Answered]) -> SideReport:
     """The numbers of one load; `base` is prefix caching's."""
     waits, base_waits = ([one.first_s - one.arrival_s for one in side] for side in (answered, base))
+    answers, base_answers = (
+        [one.ended_s - one.arrival_s for one in side] for side in (answered, base)
+    )
     gaps = [gap for one in answered for gap in one.gaps]
     found = [sum(chunk.variant_id is not None for chunk in one.stats.chunks) for one in answered]
     computed = [one.stats.tokens_computed + one.stats.tokens_recomputed for one in answered]
@@ -389,8 +398,11 @@ def report_of(engine: Engine, answered: Sequence[Answered], base: Sequence[Answe
         throughput=len(answered) / (max(one.ended_s for one in answered) - answered[0].arrival_s),
         p50_ttft_s=float(np.percentile(waits, 50)),
         p99_ttft_s=float(np.percentile(waits, 99)),
+        p50_answer_s=float(np.percentile(answers, 50)),
+        p99_answer_s=float(np.percentile(answers, 99)),
         mean_queue_s=statistics.mean(one.stats.queue_s for one in answered),
         ttft_ratio=ratio_interval(waits, base_waits),
+        answer_ratio=ratio_interval(answers, base_answers),
         p99_gap_s=float(np.percentile(gaps, 99)) if gaps else 0.0,
         hits=tuple(float(part.mean()) for part in np.array_split(np.array(found), _PARTS)),
         computed_share=sum(computed) / sum(one.stats.tokens_prompt for one in answered),
@@ -457,7 +469,7 @@ def main(
     threads: options.Threads = None,
     as_json: options.Json = False,
 ) -> None:
-    """Throughput and time to the first token under load: prefix caching against reuse, on the same requests.
+    """Throughput and times to first tokens and whole answers under load: prefix caching against reuse, same requests.
 
     Requests arrive at random times. With the demo model it takes about a quarter of an hour.
     """
@@ -497,6 +509,10 @@ def as_plain(report: ServeReport) -> dict[str, Any]:
     return {"loads": loads, **plain}
 
 
+def _with_interval(ratio: Interval) -> str:
+    return f"{ratio.mean:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]"
+
+
 def print_serve(report: ServeReport) -> None:
     """A line for each load and side, with ratios to prefix caching."""
     table = Table(
@@ -505,6 +521,9 @@ def print_serve(report: ServeReport) -> None:
         "answered/s",
         "×",
         "TTFT p50",
+        "p99",
+        "mean ×",
+        "answer p50",
         "p99",
         "mean ×",
         "between tokens p99",
@@ -522,7 +541,10 @@ def print_serve(report: ServeReport) -> None:
                 f"{side.throughput / base.throughput:.2f}",
                 f"{side.p50_ttft_s:.2f} s",
                 f"{side.p99_ttft_s:.2f} s",
-                f"{side.ttft_ratio.mean:.2f} [{side.ttft_ratio.low:.2f}, {side.ttft_ratio.high:.2f}]",
+                _with_interval(side.ttft_ratio),
+                f"{side.p50_answer_s:.2f} s",
+                f"{side.p99_answer_s:.2f} s",
+                _with_interval(side.answer_ratio),
                 f"{1000 * side.p99_gap_s:.0f} ms",
                 " ".join(f"{mean:.1f}" for mean in side.hits),
                 f"{side.computed_share:.2f}",

@@ -126,6 +126,10 @@ def test_what_is_shown(
                 3
             ] * 8 or side == "prefix_cache"
         assert load["prefix_cache"]["ttft_ratio"] == {"mean": 1.0, "low": 1.0, "high": 1.0}
+        assert load["prefix_cache"]["answer_ratio"] == {"mean": 1.0, "low": 1.0, "high": 1.0}
+        for side in ("prefix_cache", "reuse@0.15"):
+            assert load[side]["p50_answer_s"] >= load[side]["p50_ttft_s"]
+            assert load[side]["p99_answer_s"] >= load[side]["p50_answer_s"]
     print_serve(report)
     shown = capsys.readouterr().out
     assert "reuse@0.15" in shown
