@@ -172,7 +172,7 @@ class CacheCraftLLM(FunctionCallingLLM):
 
         Args:
             question: the text to answer.
-            documents: texts of the chunks, best first; empty ones are left out.
+            documents: texts of the chunks, best first; blank ones are left out.
             document_ids: the chunk id of each document, empty where it is not known; () if none is. A text that was
                 edited after its id was noted is hashed again (`ChunkStats.stale_id`).
             history: earlier turns, see `prompt.builder.Turn`.
