@@ -134,7 +134,7 @@ class Command(TyperCommand):
     """A command."""
 
     def get_params(self, ctx: Any) -> Any:
-        """Return the arguments and options, --help too, as `_without_types` leaves them."""
+        """Return the arguments and options, --help too; flags have no "<bool>", which typer writes after them."""
         return _without_types(super().get_params(ctx))
 
 
@@ -191,7 +191,7 @@ class LazyGroup(Group):
         return list(COMMANDS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Return the command of this name, imported now, except while `format_help` needs only its name and summary."""
+        """Return the command of this name, or None; it is imported now, unless `format_help` only needs its summary."""
         if not self._is_listing:
             return super().get_command(ctx, cmd_name)
         entry = COMMANDS[cmd_name]
@@ -276,8 +276,8 @@ def _log_handler(*, as_json: bool) -> logging.Handler:
 def main() -> None:
     """Run the `cachecraft` command with the arguments of this process, and leave with an exit code.
 
-    The package's log messages, from WARNING on or with --verbose from INFO on, then go to stderr only: the handlers of
-    its logger are replaced.
+    The package's log messages, from WARNING on or with --verbose or --log-json from INFO on, then go to stderr only:
+    the handlers of its logger are replaced.
     """
     try:
         app()

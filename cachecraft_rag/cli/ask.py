@@ -64,7 +64,7 @@ def require_index(store: Path) -> None:
 
 
 def require_match(store: Path, where: Where | None) -> None:
-    """Raise ConfigError if the filter leaves no chunk: the model would answer without a source."""
+    """Raise ConfigError if the filter leaves no chunk: the model would answer without a source. None passes."""
     if where is None:
         return
     from cachecraft_rag.retrievers.index.faiss_store import FaissStore
@@ -239,7 +239,7 @@ def prime_all(rag: CacheCraft, *, alone: bool = False) -> Primed:
 
 
 def print_estimate(estimate: PrimingEstimate, codec: str) -> None:
-    """Print the work and space that priming takes to stderr, with a warning if the store or the disk is too small."""
+    """Print to stderr what priming takes with this codec, and a warning if store or disk is too small for it."""
     err.print(
         f"to compute: {counted(estimate.captures, 'chunk-cache')}, {counted(estimate.tokens, 'token')}, "
         f"{megabytes(estimate.nbytes)} on disk ({codec}); the store takes {megabytes(estimate.disk_used)} of "
@@ -363,7 +363,7 @@ def ask(
 
 
 def print_comparison(comparison: Comparison, *, brief: bool, as_json: bool) -> None:
-    """Print both answers, the share of words on which they agree, both times to the first token, and statistics.
+    """Print both answers, the share of words that agree, both times to the first token, and the statistics of reuse.
 
     With `brief` only the first sentence of each answer; `as_json` prints the whole comparison as one line instead. If
     an answer is empty, the times are not compared.
@@ -429,7 +429,7 @@ def whole_answer(stream: AnswerStream, *, brief: bool) -> Answer:
 
 
 def outcome_of(chunk: ChunkStats) -> str:
-    """Return how a chunk-cache was used, such as "exact", with the reason after a colon if the chunk has a reason."""
+    """Return how a chunk-cache was used, such as "exact" or "exact in part", and after a colon any reason for it."""
     if chunk.reason_code is Reason.COMPUTED_FASTER and chunk.outcome in ("exact", "reused"):
         return (
             f"{chunk.outcome} in part: computing the rest was expected to be faster than loading it"

@@ -49,7 +49,7 @@ def chat(*, settings: Settings, chosen: ask.AskingOptions) -> None:
 
 @contextmanager
 def metrics(rag: CacheCraft, port: int | None) -> Iterator[None]:
-    """Serve the engine's metrics on 127.0.0.1 at this port (0: a free one) in the block; None: not at all."""
+    """Serve the engine's metrics on 127.0.0.1 in the block, and print the address. Port 0: any free one; None: not."""
     if port is None:
         yield
         return
@@ -91,11 +91,11 @@ class Conversation:
         self._last: AnswerStream | None = None
 
     def take(self, typed: str) -> None:
-        """Handle a line: a command, or a question to answer. An empty line does nothing.
+        """Handle a stripped line: a command, or a question to answer. An empty line does nothing.
 
         /new forgets the turns, /sources prints the sources of the last answer, and any other single word after a slash
-        prints the help. A question that is refused, or fails because of a server or other requests, is printed, and the
-        conversation goes on without it. Ctrl-C ends only the answer; its text so far stays in the conversation.
+        prints the help. If a question is refused, or fails because of a server or other requests, the error is printed,
+        and the conversation goes on without it. Ctrl-C ends only the answer; its text so far stays in the conversation.
         """
         if typed == "/new":
             self._history.clear()

@@ -69,7 +69,7 @@ class PlainConsole(Console):
 
 
 def console_on(stream: TextIO) -> PlainConsole:
-    """Return a console for `stream`, 200 columns wide without a terminal or COLUMNS, for whole tables."""
+    """Return a console for stdout or stderr, 200 columns wide without a terminal or COLUMNS, for whole tables."""
     wide = None if stream.isatty() or "COLUMNS" in os.environ else 200
     return PlainConsole(stderr=stream is sys.stderr, width=wide)
 

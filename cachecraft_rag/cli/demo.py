@@ -64,7 +64,7 @@ class ComparedQuestion:
 
     @property
     def speedup_again(self) -> float:
-        """The same for the second time; NaN before it."""
+        """The `speedup` of the second time; NaN before it."""
         if self.again is None:
             return math.nan
         return self.own_prefill_s / (self.again.stats.ttft_s or math.nan)

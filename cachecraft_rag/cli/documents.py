@@ -43,7 +43,7 @@ def opened(store: Path) -> Iterator[FaissStore]:
 @app.command()
 @takes("store")
 def ls(as_json: options.Json = False, *, settings: Settings) -> None:
-    """List the documents, with the number of their chunks and the folder they were read from.
+    """List the documents by name, with the number of their chunks and the folder they were read from.
 
     Exit code 2 if the store has no index, or a damaged one; an empty index is no error.
     """

@@ -14,8 +14,8 @@ def first_sentence(text: str) -> str | None:
     """Return the text up to the end of its first sentence; None if the text holds no end of a sentence yet.
 
     A sentence ends with ".", "!", "?" or "…", and quotes or brackets directly after it, once white space and a
-    character other than a small letter follow. It also ends with its line. The number of a list, an initial and an
-    abbreviation end no sentence.
+    character other than a small letter follow. It also ends with its line, but not after ":", "," or ";". The number of
+    a list, an initial and an abbreviation end no sentence.
 
     >>> first_sentence("1. 29 days"), first_sentence("1. 29 days. Then"), first_sentence("Ask Dr. Moll. Then")
     (None, '1. 29 days.', 'Ask Dr. Moll.')

@@ -389,7 +389,7 @@ class ProgressLines:
 
 
 def numbers(text: str) -> list[float]:
-    """Return the numbers of a comma-separated list, in order; no NaN, and no infinities.
+    """Return the numbers of a comma-separated list, in order. Raises ConfigError also for NaN and infinities.
 
     >>> numbers("0.5,1,2")
     [0.5, 1.0, 2.0]

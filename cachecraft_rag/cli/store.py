@@ -47,7 +47,7 @@ def opened(
 ) -> Iterator[ChunkCacheStore]:
     """Open the store inside a folder, or in the folder itself if it is an engine's own store, for the block.
 
-    Creates no store folder. Limits among `settings`, fields of `StoreConfig`, are changed for all processes.
+    StoreError if there is none. Limits among `settings`, fields of `StoreConfig`, are changed for all processes.
     """
     from cachecraft_rag.store import CATALOG_FILE, ChunkCacheStore
     from cachecraft_rag.store.config import CACHE_FOLDER
@@ -248,7 +248,7 @@ class EvictOptions:
     namespace        variants of this tenant
     fingerprint      variants of this model fingerprint
     older_than_days  variants captured longer ago than this
-    down_to_mb       stop when this much is left
+    down_to_mb       stop when the whole store takes this many MB
     all              remove everything
     """
 
@@ -276,10 +276,10 @@ class EvictOptions:
 @app.command()
 @takes("store", chosen=EvictOptions)
 def evict(as_json: options.Json = False, *, settings: Settings, chosen: EvictOptions) -> None:
-    """Remove chunk-caches, lowest eviction score first. They are computed again when needed; documents stay.
+    """Remove the chunk-caches that match every option, lowest eviction score first.
 
-    Nothing that matches is no error. Exit code 2 if no option says what to evict, if --chunk has fewer than 4 letters,
-    or if there is no store or it cannot be written.
+    They are computed again when needed; documents stay. Nothing that matches is no error. Exit code 2 if no option says
+    what to evict, if --chunk has fewer than 4 letters, or if there is no store or it cannot be written.
     """
     # Raises StoreError and ConfigError; see `app.main` for exit codes.
     from cachecraft_rag.store import RowFilter

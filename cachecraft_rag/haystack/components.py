@@ -51,19 +51,19 @@ class _OverEngine:
         return self._engine
 
     def warm_up(self) -> None:
-        """Load the model and open the store, once."""
+        """Load the model and open the store; nothing if that was done, or an engine was passed in."""
         if self._engine is None:
             options = self._settings["engine_options"] or {}
             load = engine_loader()
             self._engine = load(self._settings["model"], store=self._settings["store"], **options)
 
     def close(self) -> None:
-        """Close the engine that this component opened; a second call does nothing."""
+        """Close the engine that this component opened, for good; a second call does nothing."""
         if self._engine is not None and not self._is_shared:
             self._engine.close()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the settings for a pipeline's file. Raises ConfigError if an engine was passed in."""
+        """Return the settings as Haystack's `default_to_dict` does. Raises ConfigError if an engine was passed in."""
         if self._is_shared:
             raise ConfigError(
                 "a component over an open engine cannot be written to a file: give it model and store instead of engine"
@@ -72,7 +72,7 @@ class _OverEngine:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Self:
-        """Return the component that `to_dict` described."""
+        """Return a component with the settings that `to_dict` returned; no engine is open yet."""
         made: Self = default_from_dict(cls, data)
         return made
 
@@ -131,5 +131,5 @@ class CacheCraftPrimer(_OverEngine):
 
     @component.output_types(documents=list[Document], captured=int)
     def run(self, documents: list[Document]) -> dict[str, Any]:
-        """Return the documents, and the number of chunk-caches that were captured."""
+        """Return the documents unchanged, and the number of new chunk-caches, as `AnswerEngine.prime` counts them."""
         return {"documents": documents, "captured": self.engine.prime(documents)}

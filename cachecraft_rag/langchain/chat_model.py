@@ -78,8 +78,8 @@ class ChatCacheCraft(Closeable, BaseChatModel):
     that come again are reused as well (`ReuseConfig.plain_prompts`); those are captured later, in idle time.
     `response_metadata["cachecraft"]` is `RequestStats.as_dict()` plus "documents": the `id` of each document, in the
     order given, the `chunk_id` of the text the model read of it, and its outcome with the reason. The documents
-    themselves do not change; `with_outcomes` returns copies with these notes. "searched" is what
-    `ConversationRetriever` searched for.
+    themselves do not change; `with_outcomes` returns copies with these notes. "searched" is a tuple of the texts that
+    `ConversationRetriever` searched for, () without it.
 
     The conversation follows the documents in the prompt, so no chunk-cache depends on it. The same goes for system
     messages, because they may hold a user's text. An instruction for all requests belongs in the engine (`system=`).
@@ -163,8 +163,8 @@ class ChatCacheCraft(Closeable, BaseChatModel):
                 called.
 
         Raises:
-            ConfigError: another `tool_choice`, or a tool that only a provider's server can run, such as `{"type":
-                "web_search"}`.
+            ConfigError: another `tool_choice`, a call asked for without tools, or a tool that only a provider's server
+                can run, such as `{"type": "web_search"}`.
         """
         made = [_function_tool(tool) for tool in tools]
         return self.bind(tools=made, tool_choice=_choice_of(tool_choice, made), **kwargs)
@@ -185,8 +185,8 @@ class ChatCacheCraft(Closeable, BaseChatModel):
 
         Each token is drawn among those that lead to JSON of the schema, whatever `method` and `strict` say. An answer
         may end early (`max_tokens`). LangChain's parser then returns the part that was written, or it raises
-        OutputParserException. `schema`, in any form of `answer_schema`, is also added to the question. Needs the extra
-        "structured".
+        OutputParserException. `schema`, in any form of `answer_schema`, is also added to the question. `kwargs` are
+        settings of the calls, such as `max_tokens`. Needs the extra "structured".
         """
         if method not in ("json_schema", "function_calling", "json_mode"):
             raise ConfigError(
@@ -211,7 +211,7 @@ class ChatCacheCraft(Closeable, BaseChatModel):
         return self.engine.decoder.name
 
     def get_token_ids(self, text: str) -> list[int]:
-        """Return a text's token ids, as in a prompt; LangChain's default would download GPT-2's tokenizer."""
+        """Return a text's token ids without special tokens; LangChain's default would download GPT-2's tokenizer."""
         return self.engine.prompts.text_ids(text)
 
     @property
@@ -399,11 +399,11 @@ class _Call:
     session: str | None
 
     def visible(self, piece: str) -> str:
-        """Return what a reader may see after one more piece; a call of a tool is no text."""
+        """Take one more piece of the answer; return the text that a reader may see now, without calls of tools."""
         return piece if self.calls is None else self.calls.push(piece)
 
     def statistics(self) -> dict[str, object]:
-        """Return the statistics of the answer, with the notes about each document and what was searched for."""
+        """Return the statistics of the answer so far, with "documents" and "searched" as in `ChatCacheCraft`."""
         stats = self.generation.stats
         outcomes = {chunk.chunk_id: asdict(chunk) for chunk in stats.chunks}
         noted = (_searched_of(document) for document in self.documents)
@@ -433,7 +433,8 @@ def with_outcomes(documents: Iterable[Document], answer: AIMessage) -> list[Docu
     """Return copies of the documents of an answer, with what became of each as text in its metadata.
 
     The notes are "cachecraft_outcome" and "cachecraft_reason", so every database takes a copy. `documents` are those
-    that `answer` was given, in the same order; of a streamed answer pass all chunks, added up.
+    that `answer` was given, in the same order (another number: ConfigError); of a streamed answer pass all chunks,
+    added up.
     """
     documents = list(documents)
     noted = answer.response_metadata.get("cachecraft", {}).get("documents")
@@ -451,7 +452,7 @@ def with_outcomes(documents: Iterable[Document], answer: AIMessage) -> list[Docu
 
 
 def parser_of(schema: Any) -> Runnable[Any, Any]:
-    """Return the parser of answers that keep to a schema: a pydantic model's, or one of JSON."""
+    """Return LangChain's parser of an answer: to an object if `schema` is a pydantic model, else to a JSON value."""
     is_model = isinstance(schema, type) and is_basemodel_subclass(schema)
     return PydanticOutputParser(pydantic_object=schema) if is_model else JsonOutputParser()
 
@@ -510,14 +511,14 @@ def _rest_of(calls: CallReader, generation: Generation) -> ChatGenerationChunk:
 
 
 def check_settings(settings: Mapping[str, object], *classes: type[BaseModel]) -> None:
-    """Raise ConfigError for a setting that is no option of `EngineConfig`, no field of the classes and no server's."""
+    """Raise ConfigError for a name in `settings` that `from_pretrained` of these classes does not know."""
     fields = {name for owner in classes for name in owner.model_fields} - {"engine", "llm"}
     known = {"store", "config"} | EngineConfig.option_names() | fields
     check_names(settings.keys() - _SERVER_SETTINGS, known, what="setting")
 
 
 def documents_of(given: Any, name: str) -> list[Document]:
-    """Return the documents passed as argument `name`, as a new list; a single document becomes a list of one."""
+    """Return `given` as a new list, a single document as a list of one; `name` is that of the argument, for errors."""
     # LangChain's documents can be iterated over, which gives their fields
     is_list = isinstance(given, Iterable) and not isinstance(given, str | Document)
     documents = list(given) if is_list else [given]

@@ -42,20 +42,21 @@ from cachecraft_rag.types.documents import NOTE_KEYS, SEARCHED_KEY, Chunk
 class CacheCraftGenerator(Closeable, RunnableSerializable[dict[str, object], str]):
     """Documents and a question in, the answer's text out: replaces `create_stuff_documents_chain(llm, prompt)`.
 
-    The input is a dict: `input`, the question; `context`, documents, best first; optionally `chat_history`, messages in
-    any form LangChain accepts. Without documents (an empty list) the model answers from the question and the history
-    alone. Other key names can be set (`input_key="question"`). Inside runs `llm`: its tokens show
-    in `astream_events`, its usage in LangChain's `UsageMetadataCallbackHandler`.
+    The input is a dict: `input`, the question, a text or a list of its parts; `context`, documents, best first;
+    optionally `chat_history`, messages in any form LangChain accepts. Without documents (an empty list) the model
+    answers from the question and the history alone. Other key names can be set (`input_key="question"`). Keyword
+    arguments of a call are those of `ChatCacheCraft`, such as `max_tokens`. Tokens of `llm` show in `astream_events`,
+    its usage in LangChain's `UsageMetadataCallbackHandler`.
 
     The documents do not change. `with_context` also returns copies of them that say what became of each.
 
+    llm              a `ChatCacheCraft`, or one with settings of its calls: `chat.bind(max_tokens=64)`
     document_prompt  formats a document for the model; None: its text alone. The formatted text is the chunk, so its
                      chunk id differs from the retriever's; "documents" in the statistics has the ids.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True, extra="forbid")
 
-    # a `ChatCacheCraft`, or one with settings of its calls: `chat.bind(max_tokens=64)`
     llm: SkipValidation[Runnable[LanguageModelInput, AIMessage]]
     # langchain-core 1.0 cannot validate it
     document_prompt: SkipValidation[BasePromptTemplate[str] | None] = None
@@ -117,7 +118,7 @@ class CacheCraftGenerator(Closeable, RunnableSerializable[dict[str, object], str
         return model.engine
 
     def chunks(self, documents: Iterable[Document]) -> list[Chunk]:
-        """Return what the model reads of documents: `engine.prime`, `remove` and `sync` know no `document_prompt`."""
+        """Return a chunk of each document as the model reads it, for `prime`, `remove` and `sync` of the engine."""
         given = documents_of(documents, "documents")
         passages = given if self.document_prompt is None else self._formatted(given)
         return [
@@ -131,6 +132,7 @@ class CacheCraftGenerator(Closeable, RunnableSerializable[dict[str, object], str
         """Return a chain's last step whose answers keep to a schema; see `ChatCacheCraft.with_structured_output`.
 
         A step of the same keys: an object of the pydantic model, or the JSON value, in place of the answer's text.
+        `kwargs` are only settings of the calls, such as `max_tokens`.
         """
         kept_to = self.llm.bind(json_schema=answer_schema(schema), **kwargs)
         return self.model_copy(update={"llm": kept_to}) | parser_of(schema)
@@ -144,10 +146,7 @@ class CacheCraftGenerator(Closeable, RunnableSerializable[dict[str, object], str
     def invoke(
         self, input: dict[str, object], config: RunnableConfig | None = None, **kwargs: object
     ) -> str:
-        """Return the whole answer as a text, "" if the model ends it at once.
-
-        `kwargs` are those of a call of `ChatCacheCraft`, such as `max_tokens`.
-        """
+        """Return the whole answer as a text, "" if the model ends it at once."""
 
         def answer(input: dict[str, object], config: RunnableConfig) -> str:
             asked = self._read(input)
@@ -205,7 +204,7 @@ class CacheCraftGenerator(Closeable, RunnableSerializable[dict[str, object], str
         """Return a chain's last step: its input, the answer, and documents that say how each one was used.
 
         The result is a dict: the input, "answer", and under `context_key` copies of the documents as `with_outcomes`
-        makes them. A stream has pieces of the answer, then the rest in one part.
+        makes them. A stream has dicts of one piece of "answer" each, then one of the rest.
         """
 
         def parts(input: dict[str, object], config: RunnableConfig) -> Iterator[AddableDict]:

@@ -23,8 +23,8 @@ class DocumentsMiddleware(AgentMiddleware[Any, Any, Any]):
         agent = create_agent(chat, tools=[search], middleware=[DocumentsMiddleware()])
 
     Documents are those in the artifacts of tools since the user's last message
-    (`@tool(response_format="content_and_artifact")`). In place of such a result the model reads how many there are, in
-    this call only: the agent's messages stay.
+    (`@tool(response_format="content_and_artifact")`), equal texts once. In place of such a result the model reads how
+    many there are, in this call only: the agent's messages stay. Without documents the request stays unchanged.
 
     Raises ConfigError, when the agent runs, for another model than `ChatCacheCraft`.
     """
@@ -34,7 +34,7 @@ class DocumentsMiddleware(AgentMiddleware[Any, Any, Any]):
         request: ModelRequest[Any],
         handler: Callable[[ModelRequest[Any]], ModelResponse[Any]],
     ) -> Any:
-        """Call the model with the documents."""
+        """Return what `handler` returns for the request with the documents."""
         return handler(_with_documents(request))
 
     async def awrap_model_call(
@@ -42,7 +42,7 @@ class DocumentsMiddleware(AgentMiddleware[Any, Any, Any]):
         request: ModelRequest[Any],
         handler: Callable[[ModelRequest[Any]], Awaitable[ModelResponse[Any]]],
     ) -> Any:
-        """Call the model with the documents."""
+        """Same as `wrap_model_call`, for an agent that runs asynchronously."""
         return await handler(_with_documents(request))
 
 

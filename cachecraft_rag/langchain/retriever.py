@@ -29,9 +29,9 @@ class ConversationRetriever(RunnableSerializable[dict[str, object], list[Documen
 
     The input is a dict with the question and, from the second turn on, the `chat_history`, as for
     `CacheCraftGenerator`. A first question is passed to the retriever as it is. A follow-up is searched for alone and
-    joined with the questions before it; no call of a model rewrites it. A vector store is searched once, by the mean of
-    the two vectors; of other retrievers the two results are merged, best ranks first. With a `CacheCraftVectorStore`,
-    documents of the turn before win ties, because their chunk-caches exist.
+    joined with the questions before it; no call of a model rewrites it. A vector store's search of type "similarity"
+    runs once, with the mean of the two vectors; of other retrievers the two results are merged, best ranks first, equal
+    texts once. With a `CacheCraftVectorStore`, documents of the turn before win ties: their chunk-caches exist.
 
     `metadata["cachecraft_searched"]` of a follow-up's documents has what was searched for, a JSON list as text.
     """
@@ -50,7 +50,7 @@ class ConversationRetriever(RunnableSerializable[dict[str, object], list[Documen
     def invoke(
         self, input: dict[str, object], config: RunnableConfig | None = None, **kwargs: Any
     ) -> list[Document]:
-        """Return the documents for the last message, best first; `kwargs` are options of the retriever, such as `k`."""
+        """Return the documents for the question, best first; `kwargs` are options of the retriever, such as `k`."""
         return self._call_with_config(self._retrieve, input, config, run_type="retriever", **kwargs)
 
     async def ainvoke(

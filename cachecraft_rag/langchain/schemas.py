@@ -25,7 +25,7 @@ _ADVICE = (
 
 
 def answer_schema(given: Any) -> dict[str, Any]:
-    """Return the whole JSON schema of a pydantic model, a dataclass, a TypedDict, or a schema in any known form.
+    """Return the JSON schema of a pydantic model, dataclass, TypedDict or function, or of a schema in a known form.
 
     The forms are a JSON schema, OpenAI's `response_format` with or without its wrapper, and the descriptions of
     functions that OpenAI and Anthropic use. ConfigError for anything else, and for a type that JSON cannot hold.

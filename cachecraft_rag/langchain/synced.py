@@ -23,8 +23,8 @@ class SyncedVectorStore(DocumentVectorStore):
         index(documents, record_manager, SyncedVectorStore(vector_store, engine), cleanup="full", …)
 
     Chunk-caches are removed before the documents are, so after an error repeat the write. A text stays that another
-    document has which was added through this object; other documents with the same text are not known. Retrievers may
-    go on to read `vector_store`.
+    document has which was added through this object; other documents with the same text are not known. Added texts may
+    be stored again. Retrievers may go on to read `vector_store`.
 
     Args:
         vector_store: any that returns documents by their ids (`get_by_ids`).
@@ -69,7 +69,8 @@ class SyncedVectorStore(DocumentVectorStore):
     ) -> list[str]:
         """Add or replace documents, and return their ids; the chunk-caches of replaced texts are removed.
 
-        `ids` has one for each document, or none: then those of the documents count. `kwargs` are passed on.
+        `ids` has one for each document, or none: then those of the documents count, if all have one. `kwargs` are
+        passed on.
         """
         documents = list(documents)
         check_ids(ids, len(documents), "documents")
@@ -93,11 +94,11 @@ class SyncedVectorStore(DocumentVectorStore):
         return self._inner.delete(ids, **kwargs)
 
     def get_by_ids(self, ids: Sequence[str], /) -> list[Document]:
-        """Return the documents with these ids; unknown ids are skipped."""
+        """Return the documents with these ids, in the order of the vector store; unknown ids are skipped."""
         return self._inner.get_by_ids(ids)
 
     def similarity_search(self, query: str, k: int = 4, **kwargs: object) -> list[Document]:
-        """Return the documents that the vector store finds; its other kinds of search are not passed on."""
+        """Return up to `k` documents that the vector store finds; its other kinds of search are not passed on."""
         return self._inner.similarity_search(query, k, **kwargs)
 
     def _stored(self, ids: Sequence[str]) -> list[Document]:

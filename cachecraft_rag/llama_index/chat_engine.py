@@ -136,7 +136,7 @@ class CacheCraftChatEngine(BaseChatEngine, Closeable):
         chat_history: Sequence[ChatMessage] | None = None,
         **options: Any,
     ) -> Self:
-        """Return a chat engine over any LlamaIndex retriever; the other arguments as in `from_index`."""
+        """Return a chat engine over any LlamaIndex retriever; arguments of `from_index`, without a retriever's."""
         _refuse(options)
         _check_memory(memory, chat_history)
         engine = CacheCraftQueryEngine.from_defaults(retriever, **options)

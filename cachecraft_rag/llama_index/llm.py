@@ -121,7 +121,7 @@ class CacheCraftLLM(FunctionCallingLLM):
     def from_dict(
         cls, data: dict[str, Any], *, engine: AnswerEngine | None = None, **kwargs: Any
     ) -> CacheCraftLLM:
-        """Return the LLM that `to_dict` described, over an open engine: a dict cannot hold one.
+        """Return the LLM that `to_dict` described, over an open engine (else ConfigError): a dict cannot hold one.
 
         Of `data` only `session` is read; `kwargs` are other arguments of the class.
         """
@@ -172,7 +172,7 @@ class CacheCraftLLM(FunctionCallingLLM):
 
         Args:
             question: the text to answer.
-            documents: texts of the chunks, best first; empty ones are left out.
+            documents: texts of the chunks, best first; blank ones are left out.
             document_ids: the chunk id of each document, empty where it is not known; () if none is. A text that was
                 edited after its id was noted is hashed again (`ChunkStats.stale_id`).
             history: earlier turns, see `prompt.builder.Turn`.
@@ -301,8 +301,8 @@ class CacheCraftLLM(FunctionCallingLLM):
     def chat(self, messages: Sequence[ChatMessage], **kwargs: object) -> ChatResponse:
         """Answer the last message, the user's or a tool's result; every role but the assistant counts as the user.
 
-        `kwargs` are options of `begin`, apart from `history`; and `tool_choice`: "auto" (the model decides), "none",
-        "any" (one of the tools is called) or the name of a tool. The last two need the extra "structured".
+        `kwargs` are options of `begin` without `history`, and `tool_choice`: "auto" (the model decides), "none", "any"
+        tool, or one's name; the last two need the extra "structured". Calls are blocks of the response's message.
         """
         generation, answer = self._begin_chat(messages, kwargs)
         if answer is not None:
@@ -406,7 +406,7 @@ def with_max_tokens(sampling: SamplingParams, max_tokens: int | None) -> Samplin
 
 
 def validated(output_cls: type[Model], text: str | None) -> Model:
-    """Return an answer as an object of a pydantic model; ConfigError if it is not JSON of it, as if it ended early."""
+    """Return an answer as an object of a pydantic model; ConfigError if it is not JSON of it, such as one cut short."""
     try:
         return output_cls.model_validate_json(text or "")
     except ValidationError as error:

@@ -39,11 +39,14 @@ class _StockStatistics(BaseEventHandler):
 
     @classmethod
     def class_name(cls) -> str:
-        """Return the class name among LlamaIndex's event handlers."""
+        """Return "CacheCraftStockStatistics", the class name among LlamaIndex's event handlers."""
         return "CacheCraftStockStatistics"
 
     def handle(self, event: BaseEvent, **kwargs: object) -> None:
-        """Begin to collect, or put what was collected into the response."""
+        """Begin to collect when `synthesize` begins; put the statistics into its response when it ends, or its stream.
+
+        Other events, and responses that have statistics, are left alone.
+        """
         if isinstance(event, SynthesizeStartEvent):
             _answers.set(deque(maxlen=_MOST_CALLS))
         elif isinstance(event, SynthesizeEndEvent):
@@ -61,7 +64,7 @@ def observe_synthesizers() -> None:
 
 
 def note_answer(generation: Generation) -> None:
-    """Note an answer for the response that LlamaIndex is making in this task, of many the last 64."""
+    """Note an answer for the response that LlamaIndex is making in this task, if any; of many the last 64."""
     answers = _answers.get()
     if answers is not None:
         answers.append(generation)

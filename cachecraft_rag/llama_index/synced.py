@@ -30,7 +30,8 @@ class SyncedVectorStore(BasePydanticVectorStore):
         IngestionPipeline(…, vector_store=SyncedVectorStore(vector_store, engine), docstore=…)
 
     Chunk-caches are removed before the nodes are, so after an error repeat the write. A text stays that another node
-    has which was added through this object; other nodes with the same text are not known.
+    has which was added through this object; other nodes with the same text are not known. Added texts may be stored
+    again.
 
     A pipeline deletes an updated document and adds it again, so all its chunks are computed again, unchanged ones too.
     `add` looks for no nodes with the same ids, because some databases replace these and others keep them: delete them
@@ -66,7 +67,7 @@ class SyncedVectorStore(BasePydanticVectorStore):
     def get_nodes(
         self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None
     ) -> list[BaseNode]:
-        """Return the nodes with these ids, or those that pass these filters."""
+        """Return the nodes that the vector store finds by ids or filters; NotImplementedError if it cannot."""
         return self._inner.get_nodes(node_ids=node_ids, filters=filters)
 
     def add(self, nodes: Sequence[BaseNode], **kwargs: object) -> list[str]:
@@ -87,7 +88,7 @@ class SyncedVectorStore(BasePydanticVectorStore):
         filters: MetadataFilters | None = None,
         **delete_kwargs: object,
     ) -> None:
-        """Remove the chunk-caches of nodes, then delete the nodes; raises ConfigError without ids and filters."""
+        """Remove the chunk-caches of nodes, then the nodes; without filters ConfigError for None, nothing for []."""
         if filters is None and node_ids is None:
             raise ConfigError(
                 "delete_nodes needs node_ids or filters; to delete all nodes see the message of clear()"

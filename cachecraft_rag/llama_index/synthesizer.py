@@ -61,7 +61,7 @@ class _AnswerRecord:
         self.statistics: dict[str, object] = {}
 
     def fill(self, counted: dict[str, object]) -> None:
-        """Fill in the statistics of an answer that has ended, and send the event."""
+        """Take `RequestStats.as_dict()` of an ended answer, put its outcomes into its nodes, and send the event."""
         self.sources.note_outcomes(counted)
         self.statistics.update(counted, chunk_ids=self.sources.chunk_ids)
         dispatcher.event(AnswerStatsEvent(stats=dict(self.statistics)))
@@ -242,7 +242,7 @@ class CacheCraftSynthesizer(BaseSynthesizer, Closeable):
     async def aget_response(
         self, query_str: str, text_chunks: Sequence[str], **response_kwargs: object
     ) -> RESPONSE_TEXT_TYPE:
-        """Same as `get_response`, without blocking the event loop."""
+        """Same as `get_response`, without blocking the event loop; a stream is an asynchronous generator."""
         question, asked = self._asked(query_str, text_chunks, response_kwargs)
         answer: RESPONSE_TEXT_TYPE
         if self._streaming:

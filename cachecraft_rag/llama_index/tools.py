@@ -28,7 +28,7 @@ _ASSISTANTS = (MessageRole.ASSISTANT, MessageRole.CHATBOT, MessageRole.MODEL)
 
 
 def turns_of(messages: Sequence[ChatMessage]) -> list[Turn]:
-    """Return messages as turns (role, text).
+    """Return messages as turns: pairs of role ("user", "assistant", "calls" or "result") and text.
 
     Consecutive messages of a role are joined by an empty line; every role but the assistant counts as the user. The
     calls of a message follow its text as one turn of JSON, and then a turn for the result of each. A call without a
@@ -63,7 +63,7 @@ def turns_of(messages: Sequence[ChatMessage]) -> list[Turn]:
 def question_of(messages: Sequence[ChatMessage]) -> tuple[str, list[Turn]]:
     """Return the text of the last messages, which must be the user's or results of tools, and the turns before them.
 
-    After the result of a tool the text is "", and all turns, those of `turns_of`, are before it.
+    After the result of a tool the text is "", and all turns, those of `turns_of`, are before it. ConfigError otherwise.
     """
     turns = turns_of(messages)
     if turns and turns[-1][0] == "result":
@@ -101,8 +101,8 @@ def only_first_call(response: ChatResponse) -> None:
 def choice_of(choice: str | dict[str, Any] | None, tools: Sequence[Tool]) -> str:
     """Return "auto", "none", "any" or the name of a tool.
 
-    `choice` may also be None ("auto"), "required" ("any") or OpenAI's dict that names a function. Without tools no call
-    can be asked for: ConfigError.
+    `choice` may also be None ("auto"), "required" ("any") or OpenAI's dict that names a function. Raises ConfigError
+    for anything else, and for a call that is asked for without tools.
     """
     names = [tool["function"]["name"] for tool in checked_tools(tools)]
     if isinstance(choice, dict):
@@ -131,7 +131,7 @@ class CallingAnswer:
         self._text = ""
 
     def responses(self, completions: CompletionResponseGen) -> ChatResponseGen:
-        """Yield a chat response for each completion. Errors of the completions pass."""
+        """Yield a chat response for each completion, with the text so far. Errors of the completions pass."""
         for completion in completions:
             yield self._response(completion)
 

@@ -136,6 +136,7 @@ class Measuring:
         the warm-up leaves no question.
 
         Args:
+            dataset: questions to ask; of `questions` only `answer_tokens` and `seed` are used.
             methods: methods to measure, each at each recompute ratio if it takes one.
             origin: how chunks are captured before a question reuses them.
             kind: class of the store, for experiments that change its look-ups.

@@ -51,9 +51,9 @@ class AllowedFolders:
     def path_of(self, text: str) -> Path:
         """Return where a path that an agent sent leads, if that is an allowed folder or below one.
 
-        It is absolute, below `~`, or relative to the first allowed folder that has it; the result has no links or `..`.
-        DocumentError if it leads out of the allowed folders (the message does not say whether it exists), to a hidden
-        file or folder, or nowhere.
+        It is absolute, below `~`, or relative to the first allowed folder that has it; the result is
+        `AllowedFolder.named`, and below it has no links or `..`. DocumentError if it leads out of the allowed folders
+        (the message does not say whether it exists), to a hidden file or folder, or nowhere.
         """
         if not text.strip():
             raise DocumentError(f"the path is empty; name a file or folder below {self}")

@@ -70,7 +70,10 @@ class Address:
 
 
 def server_of(tools: DocumentTools, *, folders: str, verbose: bool = False) -> MCPServer[None]:
-    """Return a server with the tools `search`, `ask` and, if `folders` names allowed ones, `index`."""
+    """Return a server with the tools `search`, `ask` and, if `folders` names allowed ones, `index`.
+
+    The agent's model reads `folders`. The server logs from WARNING on, if `verbose` from INFO on.
+    """
     instructions = _INSTRUCTIONS + (_INDEX_INSTRUCTIONS.format(folders=folders) if folders else "")
     server: MCPServer[None] = MCPServer(
         "cachecraft",
@@ -90,7 +93,7 @@ def server_of(tools: DocumentTools, *, folders: str, verbose: bool = False) -> M
 
 
 def serve_http(server: MCPServer[None], address: Address, listening: socket.socket) -> None:
-    """Serve streamable HTTP at `/mcp`; on own addresses the SDK refuses other hosts' names (DNS rebinding)."""
+    """Serve streamable HTTP at `/mcp` until stopped; on local addresses the SDK refuses other names (DNS rebinding)."""
     app = server.streamable_http_app(streamable_http_path=PATH, host=address.host)
     config = uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=GRACE_S)
     uvicorn.Server(config).run(sockets=[listening])
@@ -113,7 +116,7 @@ class ServerThread:
         self._thread.start()
 
     def wait(self) -> None:
-        """Wait until the server ends: over stdio when its client has left, over HTTP not before Ctrl-C."""
+        """Wait until the server ends (stdio: its client has left; HTTP: not before Ctrl-C). Raises its error."""
         self._thread.join()
         if self._error is not None:
             raise self._error
