@@ -73,7 +73,7 @@ class AnswerStream(Iterator[str]):
         return next(self._generation)
 
     async def anext(self) -> str:
-        """Return the next piece without blocking the event loop; a cancelled task ends the answer."""
+        """Return the next piece without blocking; StopAsyncIteration after the last. Cancelling ends the answer."""
         return await anext(self._generation)
 
     @property
@@ -431,7 +431,7 @@ class CacheCraft(Retriever, Closeable):
     ) -> int:
         """Compute and store the missing chunk-caches, each chunk after its neighbours; return their number.
 
-        What was captured before an error stays.
+        The instruction is captured and counted too; ConfigError if it is private. Captures before an error stay.
 
         Args:
             alone: each chunk after a fixed passage instead, see `Primer`; not with the model in a server.
@@ -455,7 +455,7 @@ class CacheCraft(Retriever, Closeable):
         evict_chunks(self.caches, primed - self.index.present(primed))
 
     def estimate_priming(self, *, alone: bool = False) -> PrimingEstimate:
-        """Return the number, tokens and size of what `prime` would store now, and the space of the disk."""
+        """Return the number, tokens and size of what `prime` would store now, and disk space; nothing is computed."""
         from cachecraft_rag.serving.priming import estimate_priming
 
         check_flag("alone", alone)

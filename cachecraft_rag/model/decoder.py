@@ -454,7 +454,7 @@ def device_of(model: str, name: str = "auto") -> torch.device:
 
 
 def auto_dtype(config: PretrainedConfig, place: torch.device) -> str:
-    """Return the checkpoint's dtype ("float32" if it names none); on a CPU that is fast in bfloat16, that for it."""
+    """Return the dtype of a checkpoint, else "float32"; "bfloat16" for "float32" on a CPU that computes it faster."""
     own = str(own_dtype(config) or "float32").removeprefix("torch.")
     return "bfloat16" if own == "float32" and place.type == "cpu" and computes_bfloat16() else own
 

@@ -112,7 +112,7 @@ class RequestStats:
 
     @property
     def exact(self) -> bool:
-        """True if each chunk in the prompt was computed, recomputed as a whole, or exact, as in a full prefill."""
+        """True if each chunk in the prompt was exact, or all of it computed in all layers; False if that is unknown."""
         if self.focus_layer is not None:
             return False
         return all(_is_exact(chunk) for chunk in self.chunks)

@@ -240,7 +240,7 @@ class ServedTrace:
     def begin(cls, request: TracedRequest, headers: Mapping[str, str] | None) -> Self | None:
         """Start the span of a request; its `end` records the rest. None, with a log, if that fails.
 
-        Call it only while `is_tracing`. The client's HTTP `headers`, in lower case, may name its trace.
+        Call it only while `is_tracing`. The client's HTTP `headers` (lower case, or None) may name its trace.
         """
         try:
             return cls(request, headers)
