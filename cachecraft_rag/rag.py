@@ -528,13 +528,13 @@ class CacheCraft(Retriever, Closeable):
         answering["history"] = history
         context = history if search_history else []
         began = time.perf_counter()
-        hits = (
-            self.retrieve(question, top_k=top_k, where=where, history=context)
-            if question.strip()
-            else []
-        )
+        hits: list[SearchHit] = []
+        searched: tuple[str, ...] = ()
+        if question.strip():
+            hits = self.retrieve(question, top_k=top_k, where=where, history=context)
+            searched = search_texts(shortened(question), context)
         retrieval = Retrieval(began, time.perf_counter(), top_k=top_k, passages=len(hits))
-        return _Retrieved(hits, retrieval, search_texts(shortened(question), context)), answering
+        return _Retrieved(hits, retrieval, searched), answering
 
     def _answer_over(
         self, retrieved: _Retrieved, question: str, answering: AnsweringOptions
