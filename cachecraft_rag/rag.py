@@ -358,7 +358,8 @@ class CacheCraft(Retriever, Closeable):
         another document has the same chunk.
 
         Args:
-            documents: path of a folder or a file, or `Document` objects.
+            documents: path of a folder or a file; or `Document` objects, which forbid `follow_links`, `opener` and
+                `reader`.
             prime: also compute the chunk-caches of all documents, so that the first question is fast too (see `prime`).
             progress: called after each file and each batch of embeddings, where it counts files, and then by `prime`,
                 where it counts chunk-caches.

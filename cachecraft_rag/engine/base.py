@@ -334,7 +334,7 @@ class AnswerEngine(ABC):
             documents: texts, chunks, LangChain's or Haystack's documents, or LlamaIndex's nodes, as a retriever returns
                 them. The text is what the model will read of each: that of a node has its templates and metadata.
             alone: capture each chunk after a fixed passage, so that no other chunk shapes it.
-            progress: called before the first pass and after each one that captures.
+            progress: called with the number of captures, before the first pass and after each one that captures.
             skipped: called with a sentence about each document that has chunks too long to capture.
         """
         check_flag("alone", alone)
@@ -410,7 +410,7 @@ class AnswerEngine(ABC):
     def capture(self, prompt: Prompt, captures: Sequence[int], *, primed: bool) -> None:
         """Compute a prompt without a question, capture these segments (indices, ascending), and wait for the store.
 
-        A capture that the store does not take is logged. `primed`: chunks are captured after their neighbours.
+        At least one, even if it is stored. What the store does not take is logged. `primed`: after their neighbours.
         """
         self._home.require()
         self.capabilities.require(Capability.CAPTURE)

@@ -353,7 +353,7 @@ class Engine(AnswerEngine):
         )
 
     def audit_of(self, request_id: str) -> Audit | None:
-        """Return the audit of a tenant's answer; None: not audited, not yet (`settle`), or not of the last 1,024."""
+        """Return the audit of this tenant's answer; None: not audited, not yet (`settle`), or not of the last 1,024."""
         return self.auditor.results.get(request_id, self.namespace)
 
     @property
