@@ -87,8 +87,7 @@ def adapter_fingerprint(model: str, folder: Path) -> str | None:
     tensors: dict[str, str] = {}
     for file in files:
         tensors |= _digests(file)
-    settings = json.loads(config.read_text(encoding="utf-8"))
-    parts = [json.dumps(part, sort_keys=True) for part in (tensors, settings)]
+    parts = [json.dumps(part, sort_keys=True) for part in (tensors, _json_object(config))]
     version, _, base = model.partition("-")
     return f"{version}-{digest('adapter', base, *parts)}"
 
