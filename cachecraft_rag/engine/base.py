@@ -408,9 +408,9 @@ class AnswerEngine(ABC):
         return
 
     def capture(self, prompt: Prompt, captures: Sequence[int], *, primed: bool) -> None:
-        """Compute a prompt without a question, capture these segments (indices, ascending), and wait for the store.
+        """Compute a prompt without a question, capture segments (one index or more, ascending), wait for the store.
 
-        At least one, even if it is stored. What the store does not take is logged. `primed`: after their neighbours.
+        Stored ones are captured again; what the store does not take is logged. `primed`: after their neighbours.
         """
         self._home.require()
         self.capabilities.require(Capability.CAPTURE)

@@ -247,7 +247,7 @@ def candidates_of(
 
 
 def largest(candidates: Iterable[Candidate]) -> list[Candidate]:
-    """Return the candidates that are not the beginning of another one of their session, most segments first."""
+    """Return the candidates, without repeats and beginnings of another one of their session, most segments first."""
     kept: list[Candidate] = []
     for candidate in sorted(candidates, key=lambda item: -len(item.segments)):
         owner, ids = candidate.identity
