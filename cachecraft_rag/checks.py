@@ -99,7 +99,7 @@ def check_text(
 ) -> None:
     """Require text, or None if `optional`; `damaged` allows half surrogate pairs, which a model reads as "?".
 
-    Text of white space alone does not count as empty.
+    `empty=False` refuses ""; text of white space alone does not count as empty.
     """
     if optional and value is None:
         return
@@ -138,7 +138,7 @@ def check_kind(
 
 
 def check_path(name: str, value: object) -> None:
-    """Require a path as text or a path object, not bytes, whose encoding is unknown. It need not exist."""
+    """Require a path as text or a path object, not "", and not bytes, whose encoding is unknown. It need not exist."""
     path = os.fspath(value) if isinstance(value, os.PathLike) else value
     if not isinstance(path, str):
         raise _wrong(name, "a path", value)
@@ -209,7 +209,7 @@ def refuses_other_names(
 ) -> Callable[[type[T]], type[T]]:
     """Make a dataclass raise the ConfigError of `check_names` for unknown arguments, instead of a TypeError.
 
-    So do `dataclasses.replace` and all methods over it: they need no check of names.
+    `what` and `hints` are as there. `dataclasses.replace` and all methods over it raise it too.
     """
 
     def decorate(config: type[T]) -> type[T]:
@@ -282,7 +282,7 @@ def check_mapping(name: str, value: object) -> None:
 
 
 def listed(name: str, given: Iterable[T]) -> list[T]:
-    """Return a list of the items, because a generator yields them only once; no single text or bytes."""
+    """Return a list of the items, because a generator yields them only once; a single text or bytes are refused."""
     if not isinstance(given, Iterable) or isinstance(given, str | bytes):
         raise _wrong(name, "a list", given, "put a single one into a list")
     return list(given)

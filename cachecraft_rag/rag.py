@@ -73,7 +73,7 @@ class AnswerStream(Iterator[str]):
         return next(self._generation)
 
     async def anext(self) -> str:
-        """Return the next piece without blocking the event loop; a cancelled task ends the answer."""
+        """Return the next piece without blocking; StopAsyncIteration after the last. Cancelling ends the answer."""
         return await anext(self._generation)
 
     @property
@@ -358,7 +358,8 @@ class CacheCraft(Retriever, Closeable):
         another document has the same chunk.
 
         Args:
-            documents: path of a folder or a file, or `Document` objects.
+            documents: path of a folder or a file; or `Document` objects, which forbid `follow_links`, `opener` and
+                `reader`.
             prime: also compute the chunk-caches of all documents, so that the first question is fast too (see `prime`).
             progress: called after each file and each batch of embeddings, where it counts files, and then by `prime`,
                 where it counts chunk-caches.
@@ -431,7 +432,7 @@ class CacheCraft(Retriever, Closeable):
     ) -> int:
         """Compute and store the missing chunk-caches, each chunk after its neighbours; return their number.
 
-        What was captured before an error stays.
+        The instruction is captured and counted too; ConfigError if it is private. Captures before an error stay.
 
         Args:
             alone: each chunk after a fixed passage instead, see `Primer`; not with the model in a server.
@@ -455,7 +456,7 @@ class CacheCraft(Retriever, Closeable):
         evict_chunks(self.caches, primed - self.index.present(primed))
 
     def estimate_priming(self, *, alone: bool = False) -> PrimingEstimate:
-        """Return the number, tokens and size of what `prime` would store now, and the space of the disk."""
+        """Return the number, tokens and size of what `prime` would store now, and disk space; nothing is computed."""
         from cachecraft_rag.serving.priming import estimate_priming
 
         check_flag("alone", alone)
@@ -528,13 +529,13 @@ class CacheCraft(Retriever, Closeable):
         answering["history"] = history
         context = history if search_history else []
         began = time.perf_counter()
-        hits = (
-            self.retrieve(question, top_k=top_k, where=where, history=context)
-            if question.strip()
-            else []
-        )
+        hits: list[SearchHit] = []
+        searched: tuple[str, ...] = ()
+        if question.strip():
+            hits = self.retrieve(question, top_k=top_k, where=where, history=context)
+            searched = search_texts(shortened(question), context)
         retrieval = Retrieval(began, time.perf_counter(), top_k=top_k, passages=len(hits))
-        return _Retrieved(hits, retrieval, search_texts(shortened(question), context)), answering
+        return _Retrieved(hits, retrieval, searched), answering
 
     def _answer_over(
         self, retrieved: _Retrieved, question: str, answering: AnsweringOptions

@@ -359,6 +359,16 @@ def test_a_follow_up_finds_what_it_refers_to_and_says_what_was_searched(fresh: C
     assert cached & {source.chunk_id for source in together.sources}
 
 
+def test_after_the_result_of_a_tool_nothing_is_retrieved(fresh: CacheCraft) -> None:
+    called = [
+        ("user", QUESTION),
+        ("calls", '[{"name": "look", "arguments": {}}]'),
+        ("result", "Every 8 weeks."),
+    ]
+    answer = fresh.ask("", history=called, sampling=SHORT)
+    assert answer.sources == answer.stats.chunks == answer.stats.searched == ()
+
+
 @pytest.mark.parametrize(
     "options", [{"search_history": 1}, {"history": "text"}, {"history": [("user", 1)]}]
 )

@@ -73,7 +73,7 @@ class Capturer(Protocol):
     def capture(
         self, prompt: Prompt, captures: Sequence[int], *, primed: bool, namespace: str
     ) -> None:
-        """Same as `AnswerEngine.capture`, for a tenant."""
+        """Capture these segments (indices) of a prompt for a tenant, see `AnswerEngine.capture`."""
 
 
 class AnswerEngine(ABC):
@@ -166,8 +166,7 @@ class AnswerEngine(ABC):
             history: earlier turns of the conversation, user first; they follow the chunks. The last turn is the
                 assistant's, or the result of a tool if the chat template lets the user speak after it.
             session: session whose private chunk-caches may be used besides the shared ones. What is captured of
-            `chunks`
-                is shared all the same, unless the instruction is private (`private_system`).
+                `chunks` is shared all the same, unless the instruction is private (`private_system`).
             sampling: length and randomness of the answer; None = `SamplingParams()`: greedy, at most 128 tokens.
             config: settings of reuse for this question; None = the engine's.
             tools: tools that the model may call, see `prompt.tools`; `prompts_with` gives the form of its calls.
@@ -283,7 +282,7 @@ class AnswerEngine(ABC):
         return self._prepared(request, reuse)
 
     def for_prompt(self, config: ReuseConfig, prompt: Prompt) -> ReuseConfig:
-        """Return the settings for a prompt: these, or if it is too short, a copy that reuses and captures nothing."""
+        """Return these settings, or a copy without reuse and captures for a prompt shorter than `min_prompt_tokens`."""
         return config.for_prompt(prompt.bounds[-1], measured=self.min_prompt_tokens)
 
     def _prepared(self, request: Request, reuse: ReuseConfig) -> Request:
@@ -291,7 +290,7 @@ class AnswerEngine(ABC):
         return request
 
     def recogniser(self, session: str | None) -> Recognise | None:
-        """Return a function that finds captured texts in unmarked text; None if this engine does not reuse them."""
+        """Return a function that finds captured texts, also those of `session`, in unmarked text; None = no search."""
         return None
 
     def calibration_for(self, config: ReuseConfig) -> Calibration | None:
@@ -335,7 +334,7 @@ class AnswerEngine(ABC):
             documents: texts, chunks, LangChain's or Haystack's documents, or LlamaIndex's nodes, as a retriever returns
                 them. The text is what the model will read of each: that of a node has its templates and metadata.
             alone: capture each chunk after a fixed passage, so that no other chunk shapes it.
-            progress: called before the first pass and after each one that captures.
+            progress: called with the number of captures, before the first pass and after each one that captures.
             skipped: called with a sentence about each document that has chunks too long to capture.
         """
         check_flag("alone", alone)
@@ -358,9 +357,9 @@ class AnswerEngine(ABC):
     def remove(self, documents: Iterable[object]) -> Evicted:
         """Remove the chunk-caches of documents that leave a database of yours, and of all chunks captured after them.
 
-        Call it before the database deletes or replaces them. No process stores any of these chunk-caches again until
-        `prime`, `readmit` or `sync` is given the document. Returns the number of those removed, and their bytes on
-        disk.
+        Call it before the database deletes or replaces them; `documents` as in `prime`, maybe none. No process stores
+        any of these chunk-caches again until `prime`, `readmit` or `sync` is given the document. Returns the number of
+        those removed, and their bytes on disk.
         """
         chunk_ids = tuple(dict.fromkeys(chunk.chunk_id for chunk in chunks_of(documents)))
         if isinstance(self.store, ChunkCacheStore):
@@ -370,7 +369,7 @@ class AnswerEngine(ABC):
     def readmit(self, documents: Iterable[object]) -> None:
         """Let documents be stored again that `remove` or `sync` removed: for documents that are in the database again.
 
-        Documents that were not removed are ignored.
+        `documents` as in `prime`; those that were not removed are ignored.
         """
         chunks = chunks_of(documents)
         readmit = self.store.readmit_chunks
@@ -409,9 +408,9 @@ class AnswerEngine(ABC):
         return
 
     def capture(self, prompt: Prompt, captures: Sequence[int], *, primed: bool) -> None:
-        """Compute a prompt without a question, capture these segments (ascending), and wait for the store.
+        """Compute a prompt without a question, capture segments (one index or more, ascending), wait for the store.
 
-        A capture that the store does not take is logged. `primed`: chunks are captured after their neighbours.
+        Stored ones are captured again; what the store does not take is logged. `primed`: after their neighbours.
         """
         self._home.require()
         self.capabilities.require(Capability.CAPTURE)

@@ -22,15 +22,16 @@ def chunks_of(documents: Iterable[object]) -> list[Chunk]:
     """Return a chunk for each document, in order, with the text that the model reads of it.
 
     Documents are texts, chunks, `Document` objects, LangChain's or Haystack's documents, or LlamaIndex's nodes, with or
-    without a score. Raises ConfigError for anything else, and for a document without text.
+    without a score. Raises ConfigError for anything else, and for a document of which the text is None; "" is a text.
     """
     return [chunk for _, chunk in map(_read, listed("documents", documents))]
 
 
 def by_source(documents: Iterable[object]) -> list[tuple[str, list[Chunk]]]:
-    """Return the chunks of `chunks_of` by the document that they were cut from, each with its name.
+    """Return (name, chunks) of each document that the chunks of `chunks_of` were cut from.
 
-    The order is that of the documents. A text without a source is a document of one chunk.
+    Documents and chunks are in the order of first appearance. A text without a source is a document of one chunk, named
+    by its place, such as "text 3".
     """
     texts: dict[str | int, list[Chunk]] = {}
     for place, (source, chunk) in enumerate(map(_read, listed("documents", documents)), start=1):
@@ -69,7 +70,7 @@ class HeldTexts:
         self._changing = threading.Lock()
 
     def add(self, ids: Sequence[str], documents: Sequence[object]) -> None:
-        """Note documents that the database holds from now on, and let their chunk-caches be stored."""
+        """Note documents that the database holds from now on, as many as ids, and let their chunk-caches be stored."""
         chunks = self._read(documents)
         added = {name: chunk.chunk_id for name, chunk in zip(ids, chunks, strict=True)}
         with self._changing:
@@ -81,7 +82,8 @@ class HeldTexts:
     ) -> None:
         """Remove the chunk-caches of these documents, except for texts that are known under other ids too.
 
-        The documents `replaced_by` will be added under these ids. If the engine raises an error, the ids stay known.
+        Unknown ids are ignored. The documents `replaced_by` will be added under these ids, so their texts stay too. If
+        the engine raises an error, the ids stay known.
         """
         leaving = frozenset(ids)
         chunks = self._read(documents)

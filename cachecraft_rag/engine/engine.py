@@ -353,7 +353,7 @@ class Engine(AnswerEngine):
         )
 
     def audit_of(self, request_id: str) -> Audit | None:
-        """Return the audit of an answer; None: not audited, not yet (see `settle`), or not of the last 1,024."""
+        """Return the audit of this tenant's answer; None: not audited, not yet (`settle`), or not of the last 1,024."""
         return self.auditor.results.get(request_id, self.namespace)
 
     @property
@@ -366,8 +366,8 @@ class Engine(AnswerEngine):
 
         For programs that work in batches; after it, the same questions reuse as much as they can. Work in idle time
         waits for answers that are under way, so read or close them first. Returns True once all of it is done or
-        dropped, also on a remote; False after `timeout` seconds, with 0 perhaps although nothing is left to do, because
-        another thread answers.
+        dropped, also on a remote; False after `timeout` seconds (None: never), with 0 perhaps although nothing is left
+        to do, because another thread answers.
         """
         self._home.require()
         check_number("timeout", timeout, most=MOST_SECONDS, optional=True)

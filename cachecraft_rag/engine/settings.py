@@ -182,7 +182,7 @@ class KnownKey:
         """Return the value of the text of a variable or a flag, unchecked: `checked` refuses a wrong one.
 
         true, yes, on and 1 mean True, and false, no, off and 0 mean False, in any case. Several values are divided by
-        commas. Text that cannot be read, and a size (`is_size`), is returned unchanged.
+        commas, and returned as a list. Text that cannot be read, and a size (`is_size`), is returned unchanged.
         """
         if self.kind == "bool":
             return _BOOLEANS.get(text.strip().lower(), text)
@@ -242,9 +242,9 @@ def size_of(text: str) -> int:
 
 
 def descriptions(kind: type) -> dict[str, str]:
-    """Return field → description of a dataclass, from lines of its docstring such as "name text".
+    """Return field → description of a dataclass, from lines of its docstring such as "name  text" (two spaces or more).
 
-    Indented lines that follow continue the text.
+    Indented lines that follow continue the text. Fields without a line are left out.
 
     >>> descriptions(Application)["top_k"]
     'chunks to retrieve'

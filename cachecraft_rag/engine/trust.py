@@ -84,7 +84,7 @@ class TrustRecord:
 
 
 def is_trusted(file: Path, content: bytes) -> bool:
-    """Return True if the user trusted this content of this file."""
+    """Return True if the user trusted this content of this file; False too if the record is damaged."""
     place = _place(file)
     try:
         record = _read(_record_file(place))

@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 def chunk_bound_of(name: str) -> ModelTokens:
     """Return `Decoder.chunk_bound` of a model that is not loaded: only its config and its tokenizer are read.
 
-    `name` as in `config_of`.
-    For a config without `max_position_embeddings` the limit is the highest one, 1,024 tokens.
+    `name` as in `config_of`. For a config without `max_position_embeddings` the limit is the highest one, 1,024 tokens.
     """
     from transformers import AutoTokenizer
 
@@ -125,7 +124,7 @@ def take_processor_template(tokenizer: PreTrainedTokenizerBase, folder: Path | N
     """Give a tokenizer without a chat template that of its multimodal checkpoint's processor, if it has one.
 
     Older checkpoints, such as Mistral Small 3.1, have it in `chat_template.json`, which no tokenizer reads. Raises
-    ValueError if that file has none.
+    ValueError if that file has none. Without a folder nothing changes.
     """
     file = None if folder is None else folder / "chat_template.json"
     if file is not None and not tokenizer.chat_template and file.is_file():
@@ -136,13 +135,13 @@ def take_processor_template(tokenizer: PreTrainedTokenizerBase, folder: Path | N
 
 
 def own_dtype(config: PretrainedConfig) -> object:
-    """Return the dtype of a checkpoint, or that of its text part; None if its config names neither."""
+    """Return the dtype of a checkpoint or of its text part, torch's or a name; None if its config names neither."""
     text = config.get_text_config()
     return getattr(config, "dtype", None) or getattr(text, "dtype", None)
 
 
 def context_length_of(config: PretrainedConfig) -> int:
-    """Return `max_position_embeddings` (AttributeError without it), or the shorter original length of LongRoPE."""
+    """Return `max_position_embeddings` (AttributeError without it), or `longrope_context` if that is less."""
     # Longer prompts take LongRoPE's other frequencies, which change all keys. Rejected: a fingerprint for each side of
     # that length, which would capture every chunk twice.
     config = config.get_text_config()
@@ -152,7 +151,7 @@ def context_length_of(config: PretrainedConfig) -> int:
 
 
 def longrope_context(config: PretrainedConfig) -> int | None:
-    """Return the original context of a model with LongRoPE, the shortest of its layers; None for others."""
+    """Return the original context in tokens of a model with LongRoPE, the shortest of its layers; None for others."""
     originals = [
         int(rope["original_max_position_embeddings"])  # type: ignore[call-overload]
         for rope in rope_parameters_of(config)
@@ -168,7 +167,7 @@ def rope_parameters_of(config: PretrainedConfig) -> list[Mapping[str, object]]:
 
 
 def end_tokens_of(*holders: object) -> frozenset[int]:
-    """Return the ids that end an answer: of all holders' `eos_token_id`, an id, a list of ids or None."""
+    """Return the ids that end an answer: of all holders' `eos_token_id`, an id, a list of ids, None or absent."""
     end_tokens: set[int] = set()
     for holder in holders:
         ids = getattr(holder, "eos_token_id", None)

@@ -56,7 +56,7 @@ class ModelTokens:
         )
 
     def share(self, text: str, limit: int) -> int:
-        """Return the text's tokens, scaled so that this model's own limit would give `limit`, and rounded up."""
+        """Return a text's length in units of another limit: its tokens · `limit` / the model's limit, rounded up."""
         return -(-self.count(text) * limit // self.limit)
 
     def fits(self, text: str) -> bool:

@@ -302,15 +302,15 @@ class Decoder:
         return self.survey.kind_of
 
     def rope(self, positions: Tensor, kind: int = 0) -> tuple[Tensor, Tensor]:
-        """Return cos and sin of one of `rotary_kinds`, each `[tokens, rotary_dim]`, at int64 `[tokens]`."""
+        """Return cos and sin of one of `rotary_kinds` at positions int64 `[tokens]`, each `[tokens, rotary_dim]`."""
         return self.survey.kinds[kind].tables(positions, self.dtype)
 
     def layer(
         self, index: int, hidden: Tensor, *, positions: Tensor, layer_pass: LayerPass
     ) -> Tensor:
-        """Run one layer over hidden states `[1, rows, hidden]`; return the new ones. See `Stack.layer`.
+        """Run one layer over hidden states `[1, rows, hidden]` at positions int64 `[rows]`; return the new ones.
 
-        A fused layer runs if the model has some and can run this one; otherwise the model's own.
+        A fused layer runs if the model has some and can run this one; otherwise the model's own. See `Stack.layer`.
         """
         if self.fused_layers is not None:
             fused = self.fused_layers[index](hidden, layer_pass)
@@ -370,7 +370,7 @@ class Decoder:
         return self.logits(hidden[:, -1:])[0]
 
     def own_logits(self, ids: Sequence[int], *, keep: int = 1) -> Tensor:
-        """Return the unmodified model's own logits of the last `keep` (1 or more) positions, `[keep, vocabulary]`.
+        """Return the unmodified model's own logits at the last `keep` (1 or more) of these ids, `[keep, vocabulary]`.
 
         They are float32, and every gate compares with them. It runs transformers' sdpa, or eager for what sdpa cannot
         do. No pass may run meanwhile.
@@ -439,7 +439,7 @@ def _loading_bars(source: str) -> contextlib.AbstractContextManager[None]:
 
 
 def device_of(model: str, name: str = "auto") -> torch.device:
-    """Return the device for a model, `name` as in `Decoder.load`. Raises ConfigError if it is not available."""
+    """Return the device for a model; `name` is the `device` of `Decoder.load`. ConfigError if it is not available."""
     automatic = "cuda" if torch.cuda.is_available() and model != "demo" else "cpu"
     try:
         place = torch.device(automatic if name == "auto" else name)
@@ -454,7 +454,7 @@ def device_of(model: str, name: str = "auto") -> torch.device:
 
 
 def auto_dtype(config: PretrainedConfig, place: torch.device) -> str:
-    """Return the checkpoint's own dtype, such as "float16", but bfloat16 for float32 if the CPU computes it."""
+    """Return the dtype of a checkpoint, else "float32"; "bfloat16" for "float32" on a CPU that computes it faster."""
     own = str(own_dtype(config) or "float32").removeprefix("torch.")
     return "bfloat16" if own == "float32" and place.type == "cpu" and computes_bfloat16() else own
 

@@ -84,8 +84,8 @@ def demo_model_folder() -> Path:
 def convert_gguf(gguf: Path, target: Path) -> None:
     """Write the model in `gguf` to the folder `target` as float32 safetensors, tokenizer and chat template.
 
-    The manifest is written last, so what a killed conversion leaves is not complete, and replaced. Other processes wait
-    for the lock file `{target}.lock`; the lock ends with the process that holds it.
+    A complete `target` (`is_complete`) stays as it is, any other is replaced; a killed conversion leaves none that is
+    complete. Other processes wait for the lock file `{target}.lock`; the lock ends with the process that holds it.
 
     Float32, because it holds the dequantised weights exactly. bfloat16 would change 79 % of them and save half the
     disk, but only a tenth of a second of a start.
@@ -117,7 +117,7 @@ def is_complete(folder: Path) -> bool:
 
 
 def handbook_folder() -> Path:
-    """Return the folder with the sample handbook's Markdown pages, in a checkout or an installed wheel."""
+    """Return the folder with the sample handbook's Markdown pages; CacheCraftError if this installation has none."""
     spec = util.find_spec("cachecraft_rag.handbook")
     if spec is None or spec.origin is None:
         raise CacheCraftError(

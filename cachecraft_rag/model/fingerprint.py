@@ -75,10 +75,10 @@ def checkpoint_fingerprint(folder: Path, *, dtype: str) -> str | None:
 
 
 def adapter_fingerprint(model: str, folder: Path) -> str | None:
-    """Return the fingerprint of a model, itself given as one, with the LoRA adapter in `folder`.
+    """Return the fingerprint of a model with the LoRA adapter in `folder`; `model` is the fingerprint without it.
 
-    It is equal for equal weights and an equal adapter_config.json, which has the rank and the scale. Digests are kept
-    as in `checkpoint_fingerprint`. None without that file or weights; ValueError and OSError as there.
+    It is equal for equal weights and an equal adapter_config.json, which has the rank and the scale. Form, kept
+    digests, ValueError and OSError are as in `checkpoint_fingerprint`. None without that file or weights.
     """
     config = folder / "adapter_config.json"
     files = sorted([*folder.glob("adapter_model*.safetensors"), *folder.glob("adapter_model*.bin")])
@@ -87,21 +87,20 @@ def adapter_fingerprint(model: str, folder: Path) -> str | None:
     tensors: dict[str, str] = {}
     for file in files:
         tensors |= _digests(file)
-    settings = json.loads(config.read_text(encoding="utf-8"))
-    parts = [json.dumps(part, sort_keys=True) for part in (tensors, settings)]
+    parts = [json.dumps(part, sort_keys=True) for part in (tensors, _json_object(config))]
     version, _, base = model.partition("-")
     return f"{version}-{digest('adapter', base, *parts)}"
 
 
 def checkpoint_config(folder: Path) -> dict[str, object]:
-    """Return a checkpoint's config.json, without settings that differ between saves and change no number."""
+    """Return the config.json in `folder` without names, versions and dtype; errors as in `checkpoint_fingerprint`."""
     return _without(_json_object(folder / "config.json"), _VOLATILE)
 
 
 def model_fingerprint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> str:
     """Return the fingerprint of a Hugging Face model that is given as an object, from digests of its tensors.
 
-    It never equals that of a checkpoint: a model that was loaded may hold other tensors than its files. Keeps nothing.
+    It never equals that of a checkpoint: a loaded model may hold other tensors than its files. No digest is kept.
     """
     tensors = {}
     for name, tensor in model.state_dict().items():

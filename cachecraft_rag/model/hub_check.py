@@ -45,7 +45,7 @@ def require_hub(names: Sequence[str]) -> None:
 
 @contextmanager
 def without_bars() -> Iterator[None]:
-    """Switch off transformers' progress bars, for the whole process, in the block."""
+    """Switch off transformers' progress bars, for the whole process, in the block; restore them after it."""
     from transformers.utils import logging as bars
 
     if not bars.is_progress_bar_enabled():

@@ -173,13 +173,13 @@ class RotationForm:
 
 @dataclass(frozen=True)
 class RotaryKind:
-    """A rotary table that some layers share: the call that makes it and the layers' form of rotation."""
+    """A rotary table that some layers share: the call that makes it (None: they do not rotate) and their form."""
 
     call: RotaryCall | None
     form: RotationForm
 
     def tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return cos and sin at int64 `[tokens]`, each `[tokens, rotary_dim]`, for heads in the common order."""
+        """Return cos and sin `[tokens, rotary_dim]` at positions int64 `[tokens]`, for heads in the common order."""
         if self.call is None or self.form.rotary_dim == 0:
             empty = torch.empty(len(positions), 0, dtype=dtype, device=positions.device)
             return empty, empty
@@ -288,8 +288,8 @@ def cos_and_sin(given: object) -> tuple[Tensor, Tensor]:
 def identity_like(given: Any, dtype: torch.dtype) -> object:
     """Return a rotary embedding that rotates nothing, in the form of `given`.
 
-    That is a pair of ones and zeros of one token, a complex tensor of ones of one token, or None. Raises SurveyError
-    if `given` has another form.
+    That is a pair of ones and zeros of one token, in `dtype`; a tensor of ones of one token, in that of `given`; or
+    None. Raises SurveyError if `given` has another form.
     """
     if given is None:
         return None

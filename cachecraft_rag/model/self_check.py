@@ -31,7 +31,7 @@ LAYER_TOLERANCE = {torch.float32: 1e-4, torch.float16: 0.005, torch.bfloat16: 0.
 
 
 def load_checked(name: str, *, dtype: str = "auto", device: str = "auto") -> Decoder:
-    """Load a model (`Decoder.load`) and check it by `self_check`; on a GPU, compile its kernels.
+    """Load a model (arguments as in `Decoder.load`) and check it by `self_check`; on a GPU, compile its kernels.
 
     On a CPU, a model that fails in a bfloat16 that `dtype="auto"` chose is loaded in float32 instead, with a warning in
     the log, and checked again. Kernels that cannot be compiled are logged.

@@ -86,7 +86,7 @@ class RequestStats:
     quality            reason for the recompute ratio, if a quality target (`EngineConfig.quality_target`) chose it,
                        such as "r = 0.2: 180 audits, agreement 0.981 [0.974, 0.987], target 0.98"; else empty
     searched           queries of the retriever: the question, and for a follow-up also the questions before it together
-                       with the question; empty if the caller brought the chunks
+                       with the question; empty if there was no search, or the caller brought the chunks
     """
 
     ttft_s: float
@@ -112,7 +112,7 @@ class RequestStats:
 
     @property
     def exact(self) -> bool:
-        """True if each chunk in the prompt was computed, recomputed as a whole, or exact, as in a full prefill."""
+        """True if each chunk in the prompt was exact, or all of it computed in all layers; False if that is unknown."""
         if self.focus_layer is not None:
             return False
         return all(_is_exact(chunk) for chunk in self.chunks)

@@ -240,7 +240,7 @@ class ServedTrace:
     def begin(cls, request: TracedRequest, headers: Mapping[str, str] | None) -> Self | None:
         """Start the span of a request; its `end` records the rest. None, with a log, if that fails.
 
-        Call it only while `is_tracing`. The client's HTTP `headers`, in lower case, may name its trace.
+        Call it only while `is_tracing`. The client's HTTP `headers` (lower case, or None) may name its trace.
         """
         try:
             return cls(request, headers)
@@ -339,8 +339,8 @@ def configure_tracing() -> None:
     It reads OpenTelemetry's own variables: `OTEL_EXPORTER_OTLP_ENDPOINT`, `OTEL_EXPORTER_OTLP_HEADERS`,
     `OTEL_SERVICE_NAME` ("cachecraft" without it), `OTEL_TRACES_SAMPLER` and so on. Does nothing without an endpoint, if
     `OTEL_TRACES_EXPORTER` or `OTEL_SDK_DISABLED` switches traces off, or if a provider is configured already. Queued
-    spans are sent when the process ends. ConfigError if the extra "otel" is not installed, or another protocol than
-    HTTP is asked for.
+    spans are sent when the process ends. ConfigError if the extra "otel" is not installed, a variable is wrong, or
+    another protocol than HTTP is asked for.
     """
     endpoint = _first_set(ENDPOINTS)
     is_off = os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true"

@@ -250,7 +250,7 @@ class PromptBuilder:
         return segment
 
     def text_ids(self, text: str) -> list[int]:
-        """Return the token ids of a text of a user's or a document's, as in `chunk_segment`; [] for ""."""
+        """Return the token ids of a user's or a document's text, nothing added, no control tokens; [] for ""."""
         return list(self._encode(text, special=False))
 
     def build(
@@ -276,7 +276,7 @@ class PromptBuilder:
             chunks: the chunks, best first; may be empty.
             history: earlier turns, pairs of role and text that `check_history` accepts.
             reserve: number of tokens kept free for the answer.
-            recognise: finds captured texts in a prompt without chunks (`prompt.unmarked`).
+            recognise: finds captured texts in a prompt without chunks (`prompt.unmarked`); None = no search.
             private: whether the segments found in unmarked text belong to one session.
         """
         if not question.strip() and not (history and history[-1][0] == "result"):
@@ -313,7 +313,8 @@ class PromptBuilder:
     ) -> Prompt:
         """Return the prompt of a text as it is, without the chat template; names of control tokens control the model.
 
-        Arguments as in `build`. The first token takes the instruction's place if anything is found.
+        Arguments as in `build`. The first token takes the instruction's place if anything is found; otherwise the whole
+        text is one segment of kind "question".
         """
         ids: tuple[int, ...] = tuple(self._tokenizer(text)["input_ids"])
         room = self._context_length - reserve - len(ids)

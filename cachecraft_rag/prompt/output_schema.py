@@ -141,7 +141,7 @@ class Constraints:
         self._grammar = lru_cache(_KEPT_GRAMMARS)(self._compiled)
 
     def json(self, schema: str) -> Constraint:
-        """Return a new constraint, for one answer, to JSON of a schema. Grammars of the last 64 schemas are kept."""
+        """Return a new constraint, for one answer, to JSON of a schema, a text. The last 64 grammars are kept."""
         grammar = self._grammar(schema)
         import llguidance
 

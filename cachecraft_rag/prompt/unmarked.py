@@ -128,9 +128,9 @@ def _find(ids: TokenIds, kinds: TokenKinds, recognise: Recognise) -> Iterator[tu
 def recognise_captured(
     token_ids: TokenIds, look_up: Callable[[dict[int, list[int]]], Iterable[MarkedText]]
 ) -> list[tuple[range, str]]:
-    """Return (range of positions, chunk id) of each captured text in these tokens, word for word; ranges may overlap.
+    """Return (range of positions, chunk id) of each captured text in these tokens, word for word, in no fixed order.
 
-    A text that occurs more than 32 times may not be found.
+    Ranges may overlap or repeat. A text that occurs more than 32 times may not be found.
 
     Args:
         token_ids: the tokens to search.
@@ -247,7 +247,7 @@ def candidates_of(
 
 
 def largest(candidates: Iterable[Candidate]) -> list[Candidate]:
-    """Return the candidates that are not the beginning of another one of their session, longest first."""
+    """Return the candidates, without repeats and beginnings of another one of their session, most segments first."""
     kept: list[Candidate] = []
     for candidate in sorted(candidates, key=lambda item: -len(item.segments)):
         owner, ids = candidate.identity

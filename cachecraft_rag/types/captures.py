@@ -27,7 +27,7 @@ class TokenScores:
 
 @dataclass(frozen=True)
 class Capture:
-    """A newly computed chunk-cache that is to be stored.
+    """A newly computed chunk-cache that is to be stored; attributes that are not listed are those of `Variant`.
 
     kv             `[layers, 2, tokens, kv_heads, head_dim]`: raw keys and values, contiguous, on the CPU; not to be
                    written to any more, because memory holds it

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def digest(*parts: str) -> str:
-    """Return the 128-bit blake2b of any parts, as 32 hex digits; no two different sequences share an encoding.
+    """Return the 128-bit blake2b of any number of parts, as 32 hex digits; other sequences have other encodings.
 
     >>> digest("ab", "c") == digest("a", "bc")
     False
@@ -25,12 +25,12 @@ def digest(*parts: str) -> str:
 
 
 def passage_id(tokens_digest: str) -> str:
-    """Return the segment id of a passage of unmarked text; the text of a document has its chunk id instead."""
+    """Return the segment id, 32 hex digits, of a passage of unmarked text (not of a document) by its token digest."""
     return digest("text", tokens_digest)
 
 
 def digest_of_tokens(token_ids: Sequence[int] | NDArray[np.integer]) -> str:
-    """Return the 128-bit blake2b of token ids in their order, as 32 hex digits; an empty sequence has a digest too."""
+    """Return the 128-bit blake2b of token ids in order, maybe none, as 32 hex digits; their dtype does not matter."""
     import numpy as np  # not needed by `Chunk`, and slow to import
 
     packed = np.asarray(token_ids, dtype="<i8").tobytes()

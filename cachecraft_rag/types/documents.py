@@ -28,7 +28,7 @@ def noted_chunk_id(metadata: Mapping[str, object]) -> str:
 
 
 def outcome_notes(chunk: Mapping[str, object] | None) -> dict[str, str]:
-    """Return the notes about a passage of an answer, from a `ChunkStats` as a dict; each is "" without one.
+    """Return the notes about a passage of an answer, from a `ChunkStats` as a dict; for None both are "".
 
     >>> outcome_notes({"chunk_id": "a", "outcome": "exact"})
     {'cachecraft_outcome': 'exact', 'cachecraft_reason': ''}

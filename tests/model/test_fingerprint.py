@@ -310,3 +310,11 @@ def test_an_adapter_s_weights_and_its_scale_are_part_of_it_and_its_place_is_not(
     ]
     assert len({"2-model", first, *others}) == 5
     assert adapter_fingerprint("2-model", tmp_path / "missing") is None
+
+
+def test_an_adapter_config_of_another_form_is_an_error(tmp_path: Path) -> None:
+    folder = save_adapter(tmp_path / "adapter")
+    for text in ("[]", "[" * 100_000):
+        (folder / "adapter_config.json").write_text(text)
+        with pytest.raises(ValueError, match=r"adapter_config\.json is damaged"):
+            adapter_fingerprint("2-model", folder)
