@@ -285,6 +285,7 @@ class VLLMOptions:
             for source in sources
             if hasattr(source, name)
         }
+        values["kv_cache_dtype"] = config.cache_config.cache_dtype
         return replace(cls.from_config(config), shaping=cls.from_values(values).shaping)
 
     def fingerprint(self, checkpoint: str, *, own_quantization: str | None = None) -> str:
