@@ -202,7 +202,7 @@ class Ask:
 
     @property
     def request_salt(self) -> str:
-        """The `cache_salt` of a request to vLLM, see `salt_of`; "" for none."""
+        """The `cache_salt` of a request to vLLM, see `salt_of`; "" without a tenant, a session and a client's salt."""
         return salt_of(self.session, self.client_salt, tenant=self.namespace)
 
     def cache_salt(self, own: str) -> str:

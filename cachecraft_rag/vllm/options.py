@@ -277,7 +277,10 @@ class VLLMOptions:
 
     @classmethod
     def of_running(cls, config: VLLMConfig) -> Self:
-        """Read the options from the `VllmConfig` of a vLLM that `vllm serve` has started, those in `shaping` too."""
+        """Read the options from the `VllmConfig` of a vLLM that `vllm serve` has started, those in `shaping` too.
+
+        Raises ConfigError for a function among the latter.
+        """
         sources = (config.model_config, config.load_config)
         values = {
             name: getattr(source, name)

@@ -131,7 +131,7 @@ class RequestRecord:
     error: str | None = None
 
     def leave(self, reason: str) -> None:
-        """Note that vLLM computes the request without chunk-caches, for this reason; it is not audited then."""
+        """Note that vLLM computes the request without chunk-caches, for a reason that its statistics give; no audit."""
         segments = self.request.prompt.segments[:-1]
         self.left_to_vllm = True
         self.unused = dict.fromkeys([segment.segment_id for segment in segments], reason)

@@ -99,7 +99,7 @@ class TokenOffsets:
 class Searched:
     """Parts of a prompt's token ids that are searched.
 
-    texts               ranges of the messages to search
+    texts               ranges of the messages to search, in the order of the messages
     roles               role of each of them, for the metrics: "user", "tool", "system", or "prompt" of a completion
     ends_with_question  True if the last of them ends with the user's question, which is always computed
     remark              why some messages are not searched, for the client; "" if all are
