@@ -30,7 +30,10 @@ _DIVIDED = (
 
 
 def connectors_in(given: Any) -> list[Connector]:
-    """Return the connectors of the operator's `KVTransferConfig`, of which `MultiConnector` has several; None: []."""
+    """Return the connectors in the operator's `KVTransferConfig`: it alone, or those in `MultiConnector`'s list.
+
+    Each is field name → value; of one alone, the fields that differ from vLLM's defaults. None gives [].
+    """
     if given is None:
         return []
     if given.kv_connector == MULTI:
@@ -44,7 +47,11 @@ def connectors_in(given: Any) -> list[Connector]:
 def check_beside(
     connectors: Sequence[Connector], reuse: ReuseConfig, client_settings: ClientSettings
 ) -> None:
-    """Raise ConfigError for a connector that would serve approximate blocks to other requests, and for our own."""
+    """Raise ConfigError for our own connector, and for one that may serve approximate blocks to other requests.
+
+    It may unless it is known to find blocks by vLLM's hashes, or all reuse is exact: ratio 1, no "published" early
+    termination, and `client_settings` "none".
+    """
     if any(connector.get("kv_connector") == CONNECTOR for connector in connectors):
         raise ConfigError(
             f"--kv-transfer-config: {CONNECTOR} is there already: name only connectors to run beside it"

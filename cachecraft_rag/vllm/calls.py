@@ -56,13 +56,10 @@ class EngineClient(Protocol):
     def generate(
         self, prompt: object, params: object, request_id: str, **options: object
     ) -> AsyncGenerator[RequestOutput]:
-        """Yield the outputs of a request; closing the generator aborts it.
+        """Yield the outputs of a request, the last one with `finished`; closing the generator aborts it.
 
-        Args:
-            prompt: vLLM's prompt, such as a mapping with "prompt_token_ids".
-            params: `vllm.SamplingParams` or `vllm.PoolingParams`.
-            request_id: name of the request.
-            options: further arguments of vLLM's method, such as `trace_headers`.
+        `prompt` is vLLM's, such as a mapping with "prompt_token_ids", `params` its `SamplingParams` or `PoolingParams`,
+        and `options` are further arguments of its method, such as `trace_headers`.
         """
 
     def shutdown(self) -> None:
@@ -90,7 +87,7 @@ class Calls(Closeable):
     """Requests to a vLLM engine that runs in an event loop of another thread, such as an API server's.
 
     Args:
-        engine: vLLM's `AsyncLLM`; its owner ends it.
+        engine: vLLM's `AsyncLLM`; its owner ends it. None before `Serving` has started it.
     """
 
     def __init__(self, engine: EngineClient | None, loop: asyncio.AbstractEventLoop) -> None:
@@ -105,13 +102,9 @@ class Calls(Closeable):
     def generate(self, prompt: dict[str, object], params: object) -> Generator[Step]:
         """Yield the steps of a request, the last one with `finished`; closing the iterator aborts the request.
 
-        The request begins with the first step. Not to be called in the loop's own thread, which would wait for itself.
-
-        Args:
-            prompt: vLLM's prompt.
-            params: `vllm.SamplingParams`.
-
-        Raises asyncio.CancelledError if the event loop has cancelled the request, such as when its server ends.
+        `prompt` is vLLM's, `params` its `SamplingParams`. The request begins once the first step is asked for. Not to
+        be called in the loop's own thread, which would wait for itself. Raises asyncio.CancelledError if the event loop
+        has cancelled the request, such as when its server ends, and concurrent.futures.CancelledError if `close` has.
         """
         steps: SimpleQueue[Step] = SimpleQueue()
         name = f"cachecraft-{next(self._numbers)}"
@@ -193,7 +186,10 @@ class Serving(Calls):
             raise
 
     def close(self) -> None:
-        """End vLLM's processes. If that fails, the event loop's thread stays, and a second call does not try again."""
+        """End requests under way, then vLLM's processes, and wait for these.
+
+        If that fails, the event loop's thread stays, and a second call does not try again.
+        """
         if self._closed:
             return
         self._closed = True

@@ -69,10 +69,8 @@ class VLLMBackend:
     """Requests to the vLLM engine of one model, whose connector fills and captures chunk-caches.
 
     Args:
-        model: facts about the model.
         store: the connector's chunk-caches, opened in this process too. Before it removes chunks, it calls this
             object's audits and new variants, which drop all work with these chunks.
-        config: settings of the engine.
         calls: sends requests to vLLM.
         key: the connector's key, which signs messages to it.
         look_up: looks up stored variants.
@@ -128,7 +126,7 @@ class VLLMBackend:
         store.before_removal.extend((self.new_variants.forget, self.audits.forget))
 
     def close(self) -> None:
-        """Drop the waiting audits and new variants; wait only for results of audits that are being written."""
+        """Drop all audits and new variants, whose requests go on; wait for results of audits that are being written."""
         self.audits.close()
         self.new_variants.close()
 
@@ -149,10 +147,11 @@ class VLLMBackend:
     def check_reuse(self) -> None:
         """Run the `self_check` and remove its captures; set `layer_by_layer`.
 
-        Where sliding windows are longer than its prompt, a second check crosses them. If the context is too short for a
-        check, or the store keeps no captures, a warning is logged: reuse is then unchecked. Raises
-        UnsupportedModelError if reuse is not exact on this model, or vLLM computed the prompts without chunk-caches;
-        ConfigError if vLLM's `max_logprobs` is 0.
+        It compares what vLLM's own prefill, our passes, and reuse predict. Where sliding windows are longer than its
+        prompt, a second check crosses them. If the context is too short for a check, the store keeps no captures, or
+        vLLM computes the second prompt without chunk-caches, a warning is logged: reuse is then unchecked. Raises
+        UnsupportedModelError if reuse is not exact on this model, or vLLM computes the first prompt without
+        chunk-caches; ConfigError if vLLM's `max_logprobs` is 0.
         """
         context = self._model.context_length
         prompt = self._check_prompt()
@@ -243,7 +242,7 @@ class VLLMBackend:
     # -- the shortest prompt that is reused ---------------------------------------------------------------------------
 
     def measured_min_prompt_tokens(self) -> int:
-        """Measure `ReuseTiming.min_prompt_tokens`, in five seconds or more; return 0, all prompts, without a GPU."""
+        """Return the tokens from which reuse is faster, timed for 5 s or more (`ReuseTiming`); 0 without a GPU."""
         from vllm.platforms import current_platform
 
         return self._timing().min_prompt_tokens() if current_platform.is_cuda_alike() else 0
@@ -278,7 +277,7 @@ class VLLMBackend:
         primed: bool,
         namespace: str = "",
     ) -> None:
-        """Capture segments of a prompt by a request to vLLM. Returns once they are stored or dropped.
+        """Capture segments of a prompt by a request to vLLM without reuse. Returns once each is stored or dropped.
 
         Args:
             prompt: system segment and chunks, without a question; segments after the last capture are left out.
@@ -380,9 +379,9 @@ class VLLMBackend:
     def pieces(self, request: Request, progress: RequestProgress) -> Generator[str]:
         """Yield the answer's text piece by piece; nothing for an empty answer.
 
-        Closing the iterator aborts the request in vLLM. `progress` takes up the tokens, the connector's report and the
-        end. Once the answer has ended, failed or was closed, its fixed chunks are noted for new variants, and it may be
-        audited.
+        The request to vLLM begins with the first piece; closing the iterator aborts it. `progress` takes up the tokens,
+        the report and the end. Once the answer has ended, failed or was closed, its fixed chunks are noted for new
+        variants, and it may be audited.
         """
         sampling = request.sampling
         predicted = self.audits.recorder(request)
@@ -481,7 +480,7 @@ class VLLMBackend:
         return {"prompt_token_ids": ask.prompt.token_ids, FIELD: ask.message(self._key)}
 
     def tenant_of(self, namespace: str) -> str:
-        """Return the namespace of a tenant; "" for the server's own, whose blocks keep their salts."""
+        """Return `namespace`, or "" if it is the server's own, as in an `Ask`: its blocks then keep their salts."""
         return "" if namespace == self._namespace else namespace
 
     def _prompt(self, ask: Ask) -> dict[str, object]:
@@ -615,10 +614,11 @@ class VLLMEngine(AnswerEngine):
         on a GPU `min_prompt_tokens` is measured. If an error is raised, vLLM is ended and the store is closed.
 
         Args:
-            model, store, config, options: as in `Engine.from_pretrained`; settings that vLLM decides are refused.
-                `plain_prompts` counts in a server only.
-            server: arguments of vLLM's engine by name, such as `tensor_parallel_size` or `gpu_memory_utilization`;
-                None: no others.
+            model: name or folder of a Hugging Face model, or "demo" for the embedded one.
+            store: the folder; several processes may share it.
+            config, options: as in `Engine.from_pretrained`: all other settings, and fields that take precedence. Those
+                that vLLM decides are refused; `plain_prompts` counts in a server only.
+            server: arguments of vLLM's engine by name, such as `tensor_parallel_size`; None: no others.
 
         Raises:
             UnsupportedModelError: also if these options of vLLM rule reuse out, the heads cannot be divided among the
@@ -658,11 +658,11 @@ class VLLMEngine(AnswerEngine):
         return engine
 
     def settle(self, timeout: float | None = None) -> bool:
-        """Same as `VLLMBackend.settle`."""
+        """Wait for new variants and audits (`VLLMBackend.settle`); False after `timeout` seconds (None: no limit)."""
         return self._backend.settle(timeout)
 
     def audit_of(self, request_id: str) -> Audit | None:
-        """Same as `Engine.audit_of`; `settle` waits for audits."""
+        """Return the audit of an answer; None: not audited, not yet (`settle` waits), or not of the last 1,024."""
         return self._backend.audits.results.get(request_id, self.namespace)
 
     def _prepared(self, request: Request, reuse: ReuseConfig) -> Request:
@@ -670,11 +670,11 @@ class VLLMEngine(AnswerEngine):
         return self._backend.audits.results.with_ratio(request, reuse)
 
     def calibrated(self, config: ReuseConfig) -> ReuseConfig:
-        """Same as in `AnswerEngine`, with `plain_prompts` "off": an engine over vLLM does not search unmarked text."""
+        """Return these settings with the calibrated α for them, if there is one, and with `plain_prompts` "off"."""
         return replace(super().calibrated(config), **OFF)
 
     def close(self) -> None:
-        """Give up work in idle time, end vLLM, and close the store, also if vLLM has not ended in time."""
+        """Give up work in idle time, end requests and vLLM, and close the store, also if vLLM has not ended in time."""
         if not self._home.here:
             return
         self._backend.close()

@@ -118,7 +118,7 @@ class Ask:
 
     @property
     def left_to_server(self) -> str:
-        """Why vLLM computes the whole prompt: its settings reuse and capture nothing; "" if it may be filled."""
+        """Reason why vLLM computes the whole prompt: settings reuse and capture nothing; "" if it may be filled."""
         config = self.config
         if config.reuse or config.capture or self.captures is not None:
             return ""
@@ -160,7 +160,7 @@ class Ask:
 
         Messages are signed (field "seal") because segments name chunks and sessions: the body of a request, which any
         client can write, must not choose the session whose chunk-caches are read, or the names under which captures are
-        stored. Raises ConfigError if this server did not sign the message, or signed it for other tokens.
+        stored. Raises ConfigError unless this server signed the message, for these tokens, and in this version's form.
         """
         if not isinstance(message, Mapping):
             raise ConfigError("the message is no mapping")
@@ -202,7 +202,7 @@ class Ask:
 
     @property
     def request_salt(self) -> str:
-        """The `cache_salt` of a request to vLLM, see `salt_of`; "" for none."""
+        """The `cache_salt` of a request to vLLM, see `salt_of`; "" without a tenant, a session and a client's salt."""
         return salt_of(self.session, self.client_salt, tenant=self.namespace)
 
     def cache_salt(self, own: str) -> str:
@@ -220,8 +220,8 @@ class Ask:
 def salt_of(session: str | None, client_salt: str, *, tenant: str = "") -> str:
     """Return vLLM's `cache_salt` for a tenant ("": the server's own), a session and a client's own salt.
 
-    "" without all three: such blocks serve everyone. A client's salt is digested, because a salt that a client can
-    compute would give it the blocks of a session or those with chunks.
+    It has 32 hex digits, or is "" without all three: such blocks serve everyone. A client's salt is digested,
+    because a salt that a client can compute would give it the blocks of a session or those with chunks.
     """
     salt = digest("client salt", client_salt) if client_salt else ""
     if session is not None:
@@ -308,7 +308,7 @@ class StepResult:
     capturing: frozenset[str] | None = None
 
     def joined(self, other: StepResult) -> StepResult:
-        """Return the results of this rank and another one; if both report a request, this rank's report counts."""
+        """Return both ranks' results: of two reports of a request this rank's; `capturing` is the union of both."""
         capturing = (
             self.capturing
             if other.capturing is None

@@ -54,8 +54,9 @@ class SchedulerStats(Protocol):
 def counts_of(store: ChunkCacheStore) -> dict[str, object]:
     """Return counts of this process's store as plain numbers: `ChunkCacheStore.counts`, and "remote" if it has one.
 
-    "remote" has the fields opened, queued_bytes, lookups, reads and captures of `RemoteStats`, and under "breakers" the
-    state of the circuit breaker with the number 1: `summed` then counts the stores in each state. Does no I/O.
+    The former are the fields of `StoreStats` that need no I/O. "remote" has the fields opened, queued_bytes, lookups,
+    reads and captures of `RemoteStats`, and under "breakers" the state of the circuit breaker with the number 1:
+    `summed` then counts the stores in each state.
     """
     counts = store.counts()
     remote = store.remote_stats(ask=False)
@@ -83,7 +84,7 @@ class StoreCounts(KVConnectorStats):
         return StoreCounts(self.data | other.data)
 
     def reduce(self) -> dict[str, int | float]:
-        """Return two totals over all stores for vLLM's log: chunk-caches loaded, and captures, with dropped ones."""
+        """Return name → total over all stores for vLLM's log: chunk-caches loaded, and captures, with dropped ones."""
         senders = self.data.keys() - {REPORTS, CORRECTIONS}
         total = summed(self.data[sender] for sender in senders)
         return {
@@ -92,7 +93,7 @@ class StoreCounts(KVConnectorStats):
         }
 
     def is_empty(self) -> bool:
-        """Return True if there are neither counts nor reports."""
+        """Return True if `data` is empty: no counts, no reports, no corrections."""
         return not self.data
 
 
@@ -187,7 +188,7 @@ class ServerStatistics(StatLoggerBase):
 
 
 def reported_counts(engine_client: Any, on_report: TakeReport) -> Reported:
-    """Return the counts that vLLM's processes send, and correct vLLM's own statistics from now on.
+    """Return the counts that the processes of an `AsyncLLM` send, and correct vLLM's own statistics from now on.
 
     The mapping is `ServerStatistics.latest`, filled as counts arrive. If vLLM keeps no statistics, it stays empty, and
     `on_report`, which takes the name and the report of each filled request, is never called.

@@ -163,8 +163,9 @@ class VLLMOptions:
     Attributes:
         drafting: method of speculative decoding; "" if it is off.
         prefetches_weights: True if weights are offloaded and fetched layer by layer during a forward pass.
-        keeps_latents: True if vLLM keeps the latents of multi-head latent attention in place of keys per head.
-        max_model_len: the longest context; 0 if none is given, or not as a plain number.
+        keeps_latents: True if vLLM keeps the latents of multi-head latent attention in place of keys per head. Before
+            vLLM runs, this and `cpu_threads` are read from the environment.
+        max_model_len: the longest context, in tokens; 0 if none is given, or not as a plain number.
         cpu_threads: most threads of one rank on a CPU; 0 on a GPU, and where vLLM runs already.
         shaping: (option, value) of each option that changes the model's results.
     """
@@ -190,8 +191,8 @@ class VLLMOptions:
         """Read the options from vLLM's command line without importing vLLM, which takes many seconds.
 
         Unknown options are ignored, and so are forms such as `--no-enable-expert-parallel`. The last value of a
-        repeated option counts. Raises ConfigError for a value that is not a whole number where vLLM takes one, but a
-        `max_model_len` such as "8k" is read as 0.
+        repeated option counts; parts such as `--hf-overrides.a 1` are joined. Raises ConfigError for a value that is
+        not a whole number where vLLM takes one, but a `max_model_len` such as "8k" is read as 0.
 
         >>> VLLMOptions.from_arguments(["--kv_cache_dtype=fp8", "-pp", "2"]).kv_cache_dtype
         'fp8'
@@ -215,10 +216,10 @@ class VLLMOptions:
 
     @classmethod
     def from_values(cls, values: Mapping[str, object]) -> Self:
-        """Read the options from a mapping with names of vLLM's `EngineArgs`; unknown ones are ignored.
+        """Read the options from a mapping with names of vLLM's `EngineArgs`; unknown ones and None are ignored.
 
-        Raises ConfigError as `from_arguments`, and for a function as the value of an option that changes the model's
-        results, because functions cannot be compared.
+        Raises ConfigError for a value that is not a whole number where vLLM takes one (`max_model_len` becomes 0), and
+        for a function in place of an option that changes the model's results: functions cannot be compared.
         """
         known = {
             field.name: type(field.default) for field in fields(cls) if field.name not in _DERIVED
@@ -253,7 +254,7 @@ class VLLMOptions:
     def from_config(cls, config: VLLMConfig) -> Self:
         """Read the options from the `VllmConfig` of a running vLLM.
 
-        `shaping` stays (): the front end has put those options into the fingerprint already.
+        `shaping` stays (), because the front end has put those options into the fingerprint; `config_format` is "auto".
         """
         parallel = config.parallel_config
         offload = config.offload_config
@@ -276,7 +277,10 @@ class VLLMOptions:
 
     @classmethod
     def of_running(cls, config: VLLMConfig) -> Self:
-        """Read the options from the `VllmConfig` of a vLLM that `vllm serve` has started, those in `shaping` too."""
+        """Read the options from the `VllmConfig` of a vLLM that `vllm serve` has started, those in `shaping` too.
+
+        Raises ConfigError for a function among the latter.
+        """
         sources = (config.model_config, config.load_config)
         values = {
             name: getattr(source, name)
@@ -284,6 +288,7 @@ class VLLMOptions:
             for source in sources
             if hasattr(source, name)
         }
+        values["kv_cache_dtype"] = config.cache_config.cache_dtype
         return replace(cls.from_config(config), shaping=cls.from_values(values).shaping)
 
     def fingerprint(self, checkpoint: str, *, own_quantization: str | None = None) -> str:

@@ -76,11 +76,11 @@ SEAL_KEY = "CACHECRAFT_SEAL_KEY"
 def register() -> None:
     """Register the models of `ARCHITECTURES` and the connector with vLLM; may be called any number of times.
 
-    The variable `SEAL_KEY` gets a random key, unless it is set.
+    The environment variable `SEAL_KEY` gets a random key, unless it is set.
 
     The models take the place of vLLM's classes of the same architectures. Plain `vllm serve` loads this entry point of
-    `vllm.general_plugins` too, and an exception would end that server: failures, and an unknown version of vLLM, are
-    only logged.
+    `vllm.general_plugins` too, and an exception would end that server: failures are only logged, and so is an unknown
+    version of vLLM, for which nothing is done.
     """
     import vllm
 

@@ -17,7 +17,7 @@ def settle_in() -> None:
     """If vLLM started this process: log to vLLM's log, and end five seconds after the process that started it.
 
     Our logger takes over the handlers and the level of vLLM's logger, unless ours or the root logger has handlers. A
-    thread ends this process, with exit code 1.
+    thread ends this process, with exit code 1. A second call changes nothing.
     """
     parent = multiprocessing.parent_process()
     if parent is None or not multiprocessing.current_process().name.startswith(_NAMES):

@@ -55,16 +55,15 @@ def cached_report(
 
     A segment that begins in the prefix cache gets `outcome`, and its tokens beyond the cache count as not loaded. If
     `outcome` is "reused" and `refused` is "", all segments but the question get it. The other segments are "computed".
-    An instruction there is always "exact". Rows computed are those beyond the cache, times are 0.
+    An instruction gets "exact" in place of `outcome`. Rows computed are those beyond the cache, times are 0.
 
     Args:
-        prompt: the prompt that was served.
         cached: number of first tokens that were in the prefix cache.
         layers: number of layers of the model.
         outcome: outcome of each segment that begins there: "exact" if vLLM itself has computed all blocks of the
             prompt in its prefix cache.
         refused: reason why vLLM computed the rest of the prompt without chunk-caches; "" if nothing prevented them.
-        unused: segment id → reason why its chunk-cache was not used. Other computed segments are not stored.
+        unused: segment id → reason why its chunk-cache was not used. Other computed segments count as not stored.
     """
     segments = []
     for segment, start, end in zip(prompt.segments, prompt.bounds, prompt.bounds[1:], strict=False):
@@ -93,7 +92,7 @@ def cached_report(
 
 
 def reused_tokens(prompt: Prompt, report: FillReport, *, counted_from: int = 0) -> int:
-    """Return how many tokens from `counted_from` on were reused, see `unchanged_tokens`; 0 if it was refused."""
+    """Return how many tokens from position `counted_from` on were reused, unchanged; 0 if the request was refused."""
     progress = RequestProgress()
     progress.reported(report)
     return unchanged_tokens(prompt, progress.segment_reports(), counted_from=counted_from)
@@ -132,7 +131,7 @@ class RequestRecord:
     error: str | None = None
 
     def leave(self, reason: str) -> None:
-        """Note that vLLM computes the request without chunk-caches, for this reason; it is not audited then."""
+        """Note that vLLM computes the request without chunk-caches, for a reason that its statistics give; no audit."""
         segments = self.request.prompt.segments[:-1]
         self.left_to_vllm = True
         self.unused = dict.fromkeys([segment.segment_id for segment in segments], reason)
@@ -144,7 +143,7 @@ class RequestRecord:
     ) -> Mapping[str, str] | None:
         """Begin the trace of the request and set `trace`; return the headers for vLLM, which name this trace.
 
-        If the trace cannot begin, that is logged, and the client's own `headers` are returned.
+        `headers` are the client's, and may name a parent trace. If that fails, it is logged, and they are returned.
         """
         traced = TracedRequest(
             self.request.started, model, params.max_tokens or 0, params.temperature, params.top_p
@@ -153,7 +152,7 @@ class RequestRecord:
         return headers if self.trace is None else self.trace.headers
 
     def request_predictions(self, params: RequestParams) -> None:
-        """Request the log-probabilities that an audit needs: set `params.logprobs` to 16.
+        """Request the log-probabilities that an audit needs, if `predicted` is set: set `params.logprobs` to 16.
 
         An answer with a grammar is not audited, and neither is one whose client wants log-probabilities itself:
         `predicted` then becomes None.
@@ -229,7 +228,7 @@ class RequestRecord:
         self.progress.reported(self.report)
 
     def end(self) -> None:
-        """Note that the request has ended; as "closed", unless an output or an error has said otherwise."""
+        """Note the end of the request, as "closed" unless an output or an error has said otherwise; only once."""
         self.progress.end(self.request, "closed")
 
     def stats(self) -> RequestStats:
@@ -322,7 +321,7 @@ class RecordingClient:
 
         It is in `kv_transfer_params` under `messages.FIELD`. This call itself marks the record as begun, names its
         request `request_id`, begins its trace if there is a tracer provider, and may set `params.logprobs` for an
-        audit. The record is kept also if the request fails or is aborted.
+        audit, unless it has a LoRA adapter. The record is kept also if the request fails or is aborted.
         """
         self._record.begun = True
         if options.get("lora_request") is not None:

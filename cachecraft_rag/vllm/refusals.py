@@ -86,7 +86,7 @@ _IN_MISTRALS_FORMAT = Refusal(
 
 
 def format_refusal(config: PretrainedConfig, options: VLLMOptions, folder: Path) -> Refusal | None:
-    """Return the refusal of a multimodal checkpoint that vLLM would read in Mistral's own format; None for others."""
+    """Return the refusal of a multimodal checkpoint whose `folder` vLLM would read in Mistral's own format, or None."""
     is_multimodal = config.get_text_config() is not config
     has_both = (folder / "params.json").exists() and any(folder.glob("consolidated*.safetensors"))
     if is_multimodal and has_both and options.config_format == "auto":
@@ -95,7 +95,7 @@ def format_refusal(config: PretrainedConfig, options: VLLMOptions, folder: Path)
 
 
 def refusal(config: PretrainedConfig, options: VLLMOptions) -> Refusal | None:
-    """Return why a model with this Hugging Face config cannot be served from chunk-caches, or None if it may be.
+    """Return the first reason why a model with this config cannot be served from chunk-caches; None if it may be.
 
     None is no promise: `worker.refusals` and the self-check know more. Raises KeyError for a config with LongRoPE that
     lacks the original length.
@@ -104,14 +104,12 @@ def refusal(config: PretrainedConfig, options: VLLMOptions) -> Refusal | None:
 
 
 def needed_arguments(text: PretrainedConfig) -> dict[str, object]:
-    """Return the arguments of vLLM that a model needs for reuse, by name; {} for most models.
+    """Return the arguments of vLLM that a model with this text config needs for reuse, by name; {} for most models.
 
     A model with windows in some layers needs `disable_hybrid_kv_cache_manager` True. Without it vLLM drops tokens
-    outside the windows, and keeps layers with and without a window in separate blocks. Chunk-caches are written into
-    one set of blocks for all layers.
-
-    A model with LongRoPE needs a `max_model_len` of its original context, in tokens, unless its context is no longer
-    than that. vLLM takes the frequencies for long contexts if its own context is longer.
+    outside the windows, and keeps these layers in separate blocks; chunk-caches are written into one set for all. A
+    model with LongRoPE needs a `max_model_len` of its original context, in tokens, unless its context is no longer than
+    that. vLLM takes the frequencies for long contexts if its own context is longer.
     """
     arguments: dict[str, object] = {}
     if has_windows_in_some_layers(text):
@@ -125,7 +123,7 @@ def needed_arguments(text: PretrainedConfig) -> dict[str, object]:
 def missing_arguments(
     model: str, needed: Mapping[str, object], given: Mapping[str, object]
 ) -> dict[str, object]:
-    """Return the needed arguments that have no value in `given`, with their values, and log what each of them costs.
+    """Return the needed arguments that have no value in `given`, with their values, and log what each costs `model`.
 
     A value in `given` that differs from the needed one is not noticed; None there counts as no value.
     """
@@ -203,7 +201,7 @@ def _of_positions(config: PretrainedConfig, options: VLLMOptions) -> Iterator[Re
 def has_windows_in_some_layers(text: PretrainedConfig) -> bool:
     """Return True if some layers have a sliding window and all others full attention, and vLLM runs them so.
 
-    vLLM does not run windows in some layers only for a config with `max_window_layers` (Qwen 2).
+    For a config with `max_window_layers` (Qwen 2) it does not. Returns False without `layer_types`.
     """
     kinds = set(getattr(text, "layer_types", None) or ())
     # vLLM ends with an error if Qwen 2 has a window in the layers after this number only
@@ -212,7 +210,7 @@ def has_windows_in_some_layers(text: PretrainedConfig) -> bool:
 
 
 def window_of(text: PretrainedConfig) -> int:
-    """Return the tokens of a served model's sliding windows; 0 if it has none."""
+    """Return the tokens of a served model's sliding windows; 0 unless some layers have them, and others none."""
     return int(text.sliding_window or 0) if has_windows_in_some_layers(text) else 0
 
 

@@ -60,11 +60,11 @@ def check_prompt(
     """Return an instruction, a chunk and a question of random token ids below `vocabulary`, equally long.
 
     Each is longer than a vLLM block, so that a chunk-cache is written across blocks, unless the context is too short
-    for that. Returns None if three segments of `LEAST` tokens and one token of an answer do not fit it. The same
-    arguments give the same token ids, but each call gives new segment ids.
+    for that. Returns None if three segments of 8 tokens and one token of an answer do not fit it. The same arguments
+    give the same token ids, but each call gives new segment ids.
 
     With a `window`, rows of the chunk and of the question see a part of what is before them, and the last one a part of
-    the chunk. Returns None if that takes more than `MOST_TOKENS`, or does not fit the context.
+    the chunk. Returns None if that takes more than 8,192 tokens, or does not fit the context.
 
     Args:
         vocabulary: number of token ids of the model.

@@ -131,7 +131,7 @@ class ConnectorSettings:
     def of(cls, vllm_config: VLLMConfig) -> ConnectorSettings:
         """Return the settings in the config of a running vLLM; if `vllm serve` started it, those of the environment.
 
-        Raises ConfigError without this package's connector.
+        Then the model's files are read too. Raises ConfigError without this package's connector, or then without a key.
         """
         extra = _own_config(vllm_config.kv_transfer_config)
         settings = extra.get(_KEY)

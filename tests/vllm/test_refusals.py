@@ -579,6 +579,15 @@ def test_options_that_shape_the_model_change_its_fingerprint() -> None:
         VLLMOptions.from_values({"hf_overrides": lambda config: config})
 
 
+@pytest.mark.parametrize("name", ["auto", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2"])
+def test_a_kv_cache_in_fp8_shapes_the_fingerprint_of_a_running_vllm_too(name: str) -> None:
+    running = vllm_config(cache__cache_dtype=name)
+    running.load_config = SimpleNamespace()
+    options = VLLMOptions.of_running(running)
+    assert options.kv_cache_dtype == name
+    assert options.shaping == VLLMOptions.from_arguments(["--kv-cache-dtype", name]).shaping
+
+
 @pytest.mark.parametrize(
     ("name", "damage", "says"),
     [

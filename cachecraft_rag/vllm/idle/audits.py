@@ -51,7 +51,7 @@ def check_server(config: VLLMConfig) -> None:
 
 
 def likeliest_of(logprobs: Mapping[int, TokenLogprob]) -> LikeliestTokens:
-    """Return the likeliest token, of equals the smallest id as in greedy sampling, and all log-probabilities."""
+    """Return the likeliest token, of equals the smallest id as in greedy sampling, and all `logprobs`, at least one."""
     log_shares = {token: entry.logprob for token, entry in logprobs.items()}
     likeliest = min(log_shares, key=lambda token: (-log_shares[token], token))
     return LikeliestTokens(likeliest, log_shares)
@@ -100,7 +100,6 @@ class IdleAudits(AuditWork[PredictedAnswer]):
     """Audits answers in a thread, by requests to vLLM. Any thread may call any method.
 
     Args:
-        results: takes the results.
         predict: computes an answer again without reuse; returns None if it gave way to other requests.
         wait_for_variants: waits until new variants are captured, for so many seconds at most.
         layers: layers of the model.
@@ -128,7 +127,7 @@ class IdleAudits(AuditWork[PredictedAnswer]):
         *,
         tokens: int | None = None,
     ) -> None:
-        """Have the first `tokens` tokens of an answer audited, by default all; see `answered`.
+        """Have the first `tokens` tokens of an answer, by default all in `predicted`, audited; returns at once.
 
         Does nothing without `predicted`, and for an answer that vLLM computed without chunk-caches.
         """
@@ -137,7 +136,7 @@ class IdleAudits(AuditWork[PredictedAnswer]):
             self.answered(request, progress, predicted, tokens=predicted.tokens[:tokens])
 
     def close(self) -> None:
-        """Same as in `IdleWork`; waits for results that are being written."""
+        """Drop and count all audits; wait for results that are being written, but not for audits under way."""
         super().close()
         self._writer.shut_down()
         self.results.close()

@@ -122,7 +122,7 @@ class ChatWithDocuments:
     required_tasks = ("generate",)
 
     def attach_router(self, app: FastAPI) -> None:
-        """Add the routes of this package; those of completions, chat completions and responses replace vLLM's.
+        """Add `OtherRoutes` and our routes; those of completions, chat completions and responses replace vLLM's.
 
         vLLM calls this once, after it has added its own routes, and then removes those with the same path and method.
         """
@@ -132,13 +132,9 @@ class ChatWithDocuments:
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Open the engine over vLLM's, check that reuse is exact here, and set `state.cachecraft` to an `Endpoint`.
 
-        Metrics of the engine are registered with this process's `prometheus_client.REGISTRY`. vLLM calls this before
-        the first request; an error ends the server, such as those of `ServerEngine.open` and `check_reuse`.
-
-        Args:
-            engine_client: vLLM's `AsyncLLM`.
-            state: state of the app, on which requests find the endpoint.
-            args: arguments of vLLM's server.
+        Metrics of the engine are registered with this process's `prometheus_client.REGISTRY`, and a task logs when the
+        server accepts requests. vLLM calls this before that, with its `AsyncLLM`, the app's `state` and its parsed
+        arguments; an error ends the server, such as those of `ServerEngine.open` and `check_reuse`.
         """
         settings = ConnectorSettings.of(engine_client.vllm_config)
         _check_server(engine_client, args, settings)
@@ -277,14 +273,17 @@ class Endpoint:
             raise bad_request(error) from error
 
     def session(self, raw_request: Request) -> str | None:
-        """Return the session of a request, see `EndpointSettings.session_in`. Raises HTTPException (400)."""
+        """Return the session that a request's header names, or None. Raises HTTPException (400) for a wrong header."""
         try:
             return self.engine.settings.session_in(raw_request.headers)
         except ConfigError as error:
             raise bad_request(error) from error
 
     def engine_for(self, raw_request: Request) -> ServerEngine:
-        """Return the engine of a request's tenant. Raises HTTPException (400), see `EndpointSettings.tenant_in`."""
+        """Return the engine of the tenant that a request's header names; the server's own if it has no tenants.
+
+        Raises HTTPException (400) for a missing or invalid name, see `EndpointSettings.tenant_in`.
+        """
         try:
             tenant = self.engine.settings.tenant_in(raw_request.headers)
         except ConfigError as error:
@@ -388,10 +387,11 @@ async def _plain_chat(
 
 
 async def create_completion(request: CompletionRequest, raw_request: Request) -> Response:
-    """Serve a completion by vLLM's own handler, with replies as in `create_chat_completion`.
+    """Serve a completion by vLLM's own handler: return JSON, or a stream of server-sent events if asked for one.
 
     The prompt is searched on the way if this server reuses plain prompts; otherwise, and with beam search, reuse
-    settings are ignored. Refuses a request with `documents`, which only chat completions take.
+    settings are ignored. HTTPException (400) for a request with `documents`, which only chat completions take. None if
+    the client has gone.
     """
     _require_none(request)
     origin = _origin(request, raw_request)
@@ -472,7 +472,10 @@ def _searching(stock: Any, raw_request: Request, origin: Origin, locate: Locate)
 
 
 async def create_responses(request: ResponsesRequest, raw_request: Request) -> Response:
-    """Serve a response by vLLM's own handler; the rest is as in `create_completion`."""
+    """Serve a response by vLLM's own handler, with replies as in `create_completion`: JSON, or a stream of events.
+
+    The messages of its input are searched if this server reuses plain prompts; `documents` are refused (400).
+    """
     _require_none(request)
     origin = _origin(request, raw_request)
     _divide_prefix_cache(request, raw_request)
@@ -530,7 +533,7 @@ async def _answer(
 
 
 async def facts(raw_request: Request) -> dict[str, object]:
-    """Return the served model and the settings that a client needs: the dict of `ServerEngine.facts`."""
+    """Return facts that a client needs about model and settings, as JSON values by name: `ServerEngine.facts`."""
     return _endpoint(raw_request).engine.facts()
 
 
@@ -543,11 +546,11 @@ async def tokenizer(raw_request: Request) -> dict[str, object]:
 async def statistics(name: str, raw_request: Request) -> dict[str, object]:
     """Return statistics of a request that was recorded, see `Records.get`, and its audit as "audit".
 
-    Requests with `documents` are recorded, and others in whose prompt a passage was found. "audit" has the values of
-    `Audit`, or None for an answer that was not audited, or not yet. Of a response, the statistics are those of its
-    first prompt.
+    Requests with `documents` are recorded, and others in whose prompt a passage was found, or that have a note why it
+    was not searched. "audit" has the values of `Audit`, or None for an answer that was not audited, or not yet. Of a
+    response, the statistics are those of its first prompt.
 
-    Raises HTTPException (404) for an unknown answer, one that is not among the last 1,000, and one of another session.
+    Raises HTTPException (404) for an unknown answer, one not among the last 1,000, or of another tenant or session.
     """
     endpoint = _endpoint(raw_request)
     engine = endpoint.engine_for(raw_request)
@@ -567,29 +570,34 @@ async def statistics(name: str, raw_request: Request) -> dict[str, object]:
 
 
 async def prime(raw_request: Request) -> dict[str, object]:
-    """Prime one document, see `administration.prime`.
+    """Prime the document in the body's "documents", see `administration.prime`; return {"captured": number stored}.
 
-    Raises HTTPException (403) without the admin key that this server asks for; HTTPException (400) for an invalid or
-    too large body, a chunk that does not fit a pass, and a private instruction.
+    With "estimate" nothing is captured: returns "missing", variant id → tokens, and "disk". Raises HTTPException (403)
+    without the admin key that this server asks for; HTTPException (400) for an invalid or too large body, a chunk that
+    does not fit a pass, and a private instruction.
     """
     return await _changed(raw_request, administration.prime)
 
 
 async def evict(raw_request: Request) -> dict[str, object]:
-    """Evict chunks, see `administration.evict`; errors as in `prime`.
+    """Evict the chunks in "chunk_ids", see `administration.evict`; return the number of "variants" and their "nbytes".
 
-    Does not wait for captures that vLLM's processes have begun; those of removed chunks are not stored.
+    With "removed" they leave until `readmit`. Does not wait for captures that vLLM's processes have begun; those of
+    removed chunks are not stored. HTTPException (403) without the admin key, (400) for an invalid body.
     """
     return await _changed(raw_request, administration.evict)
 
 
 async def readmit(raw_request: Request) -> dict[str, object]:
-    """Readmit chunks, see `administration.readmit`. Raises HTTPException as `prime` does."""
+    """Readmit the chunks in "chunk_ids"; return {"removed": all that stay removed}. Needs the admin key (else 403)."""
     return await _changed(raw_request, administration.readmit)
 
 
 async def holds(raw_request: Request) -> dict[str, object]:
-    """Return what this server's store holds of chunks, see `holding.holds`. Needs no key; errors as in `prime`."""
+    """Return what this server's store holds of the body's "chunk_ids" or "documents", see `holding.holds`.
+
+    The reply has "chunks", one entry for each in order, and "tokens", their sum. Needs no key.
+    """
     endpoint = _endpoint(raw_request)
     session = endpoint.session(raw_request)
     body = await _body(raw_request)

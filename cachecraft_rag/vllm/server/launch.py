@@ -113,8 +113,8 @@ def summary(settings: ConnectorSettings) -> str:
 def check_arguments(arguments: Sequence[str]) -> None:
     """Raise ConfigError for arguments of vLLM's that are set here, or that conflict with what is set here.
 
-    Set here are --model, --dtype, --tokenizer, --kv-connector and --config, also with a part of
-    their value named after a dot. --api-server-count (-asc) and --headless conflict. Underscores count as hyphens.
+    Set here are --model, --dtype, --tokenizer, --kv-connector and --config, also with a part of their value named after
+    a dot. --api-server-count (-asc) and --headless conflict. Underscores count as hyphens.
     """
     for argument in arguments:
         name = argument.partition("=")[0].partition(".")[0].replace("_", "-")

@@ -51,7 +51,8 @@ class TokenOffsets:
     """Finds the text of tokens. Thread-safe.
 
     Args:
-        tokenizer: a transformers tokenizer, of which a copy is made. One without a fast backend finds nothing.
+        tokenizer: a transformers tokenizer, of which a copy is made. Without a fast backend, only texts with offsets
+            of vLLM's are found.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -98,7 +99,7 @@ class TokenOffsets:
 class Searched:
     """Parts of a prompt's token ids that are searched.
 
-    texts               ranges of the messages to search
+    texts               ranges of the messages to search, in the order of the messages
     roles               role of each of them, for the metrics: "user", "tool", "system", or "prompt" of a completion
     ends_with_question  True if the last of them ends with the user's question, which is always computed
     remark              why some messages are not searched, for the client; "" if all are
@@ -148,7 +149,7 @@ def locate_messages(
 
 
 def searched_messages(messages: Sequence[Message], *, search_system: bool) -> list[int]:
-    """Return the indices of the messages to search, ascending: of users, results of tools, perhaps system messages.
+    """Return the indices of the messages to search, ascending: of users, tools, and with `search_system` the system.
 
     Messages of fewer than 200 characters hold no passage and are left out, except for the last message of the request,
     and so are those that hold no text or more than text, such as images.
@@ -158,7 +159,7 @@ def searched_messages(messages: Sequence[Message], *, search_system: bool) -> li
 
 
 def role_of(message: Message) -> str:
-    """Return the role of a message for the metrics: a "function" counts as "tool", a "developer" as "system"."""
+    """Return a message's role for the metrics: "function" becomes "tool", "developer" "system", others stay."""
     role = str(message.get("role"))
     return {"function": "tool", "developer": "system"}.get(role, role)
 

@@ -35,7 +35,7 @@ from cachecraft_rag.vllm.settings import ConnectorSettings
 class ServerEngine(AnswerEngine):
     """An engine over the vLLM engine of the API server that it runs in.
 
-    Its methods block, so the server's event loop calls them in threads.
+    The server's event loop calls methods that look up, capture or read files in threads, because they block.
 
     Attributes:
         settings: settings of the endpoint.
@@ -74,7 +74,7 @@ class ServerEngine(AnswerEngine):
 
     @property
     def tenant(self) -> str:
-        """Same as `VLLMBackend.tenant_of` this engine's namespace."""
+        """Namespace of this engine; "" if it is the server's own."""
         return self._backend.tenant_of(self.namespace)
 
     @classmethod
@@ -88,14 +88,9 @@ class ServerEngine(AnswerEngine):
     ) -> Self:
         """Open the engine and its store with vLLM's settings; the caller closes it.
 
-        Args:
-            settings: settings of the server.
-            model_config: the model that vLLM runs.
-            chat_template: chat template in place of the model's own; None: the model's own.
-            calls: sends requests to vLLM.
-
-        Raises ConfigError also if vLLM has another tokenizer than the model's. Earlier results of audits and a
-        calibration that cannot be read are only logged.
+        `model_config` is that of the running vLLM, and `chat_template` None means the model's own. Raises ConfigError
+        also if vLLM has another tokenizer than the model's. Earlier results of audits and a calibration that cannot be
+        read are only logged.
         """
         if model_config.tokenizer != model_config.model:
             raise ConfigError(
@@ -130,8 +125,8 @@ class ServerEngine(AnswerEngine):
         """Return a request with its prompt, and the message about it to vLLM's scheduler, named by the request's id.
 
         The settings of both are those that were asked for, or the server's, with the recompute ratio of a quality
-        target or the calibrated α. They reuse and capture nothing if the prompt is shorter than `min_prompt_tokens`.
-        Chunks that do not fit the context are left out, see `PromptBuilder.build`.
+        target or the calibrated α. They reuse and capture nothing if the prompt is shorter than `min_prompt_tokens`, or
+        begins with private text and `session` is None. Chunks that do not fit the context are left out by rank.
         """
         started = time.perf_counter()
         check_asked(asked.question, asked.history, session=session, config=asked.config)
@@ -158,19 +153,19 @@ class ServerEngine(AnswerEngine):
         return request, ask
 
     def chosen_ratio(self, asked: ReuseConfig) -> tuple[float, str] | None:
-        """Same as `AuditResults.chosen_ratio`."""
+        """Return the quality target's (ratio, reason); None without it, or if `asked` sets ratio, α or no reuse."""
         return self._backend.audits.results.chosen_ratio(asked)
 
     def predicted_answer(self, request: Request) -> PredictedAnswer | None:
-        """Same as `AuditWork.recorder`; `RequestRecord.request_predictions` may still give the audit up."""
+        """Return an empty object for the predictions of an answer that chance chooses for an audit; else None."""
         return self._backend.audits.recorder(request)
 
     def audit_of(self, request_id: str) -> Audit | None:
-        """Same as `VLLMEngine.audit_of`."""
+        """Return the audit of an answer of this tenant; None: not audited, not yet, or not of the last 1,024."""
         return self._backend.audits.results.get(request_id, self.namespace)
 
     def ended(self, record: RequestRecord) -> None:
-        """Count and log a request that has ended; its new variants and its audit then wait for idle time."""
+        """Count and log a request that has ended, without blocking; its new variants and audit wait for idle time."""
         stats = record.stats()
         self.request_counts.add(stats)
         log_request(stats, error=record.error)
@@ -178,34 +173,34 @@ class ServerEngine(AnswerEngine):
         self._backend.audits.ended(record.request, record.progress, record.predicted)
 
     def transfer(self, ask: Ask) -> dict[str, object]:
-        """Same as `VLLMBackend.transfer`."""
+        """Return the `kv_transfer_params` of a request, see `VLLMBackend.transfer`: token ids and a signed message."""
         return self._backend.transfer(ask)
 
     @property
     def layer_by_layer(self) -> str:
-        """Reason why the worker fills all prompts layer by layer, once `check_reuse` has run; "" if it does not."""
+        """Reason why prompts, or those with new chunks, are filled layer by layer; "" if none, or before a check."""
         return self._backend.layer_by_layer
 
     def check_reuse(self) -> None:
-        """Run `VLLMBackend.check_reuse`, then set `min_prompt_tokens` as measured; the captures of both are removed."""
+        """Raise UnsupportedModelError if reuse is not exact here; then measure and set `min_prompt_tokens`."""
         self._backend.check_reuse()
         self.min_prompt_tokens = self._backend.measured_min_prompt_tokens()
 
     def settle(self, timeout: float | None = None) -> bool:
-        """Same as `VLLMBackend.settle`."""
+        """Wait for audits and new variants; return False after `timeout` seconds (None: no limit), else True."""
         return self._backend.settle(timeout)
 
     def calibrated(self, config: ReuseConfig) -> ReuseConfig:
-        """Same as in `AnswerEngine`, with `plain_prompts` "off": `server.unmarked` searches unmarked text."""
+        """Return `config` with the calibrated α, if one fits, and `plain_prompts` "off": `server.unmarked` searches."""
         return replace(super().calibrated(config), **OFF)
 
     def facts(self) -> dict[str, object]:
-        """Return `facts_of` this server. Raises nothing, also after `close`."""
+        """Return `facts_of` this server, plain JSON values by name: model, layout, settings. Also after `close`."""
         end_tokens = self._model.end_tokens
         return facts_of(self, self.settings, system=self.system, end_tokens=end_tokens)
 
     def tokenizer_files(self) -> dict[str, str]:
-        """Return the files of the model's tokenizer, see `facts.tokenizer_files`."""
+        """Return file name → text of the model's tokenizer, with the chat template in use."""
         assert self._model.folder is not None, "the server loaded it"
         return tokenizer_files(self._model.folder, self._model.tokenizer)
 

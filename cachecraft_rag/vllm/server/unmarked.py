@@ -96,13 +96,13 @@ class Origin:
 
     @property
     def owner(self) -> str | None:
-        """Owner of the request's passages, see `owner_of`."""
+        """Session that owns the request's passages; without one the salt counts as such. None: all share them."""
         return owner_of(self.session, self.salt)
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A prompt with found segments.
+    """A prompt with found segments, or with a remark.
 
     ask     request to fill it from chunk-caches; None: vLLM computes it
     notes   returns `candidates_of`, the candidates to capture if their text was seen before; called after the answer
@@ -198,7 +198,7 @@ Locate = Callable[[Mapping[str, Any]], Searched]
 
 
 class PlainPrompts:
-    """Prompts without documents of one API server. Except for `prepare`, to be used in its event loop only.
+    """Prompts without documents of one API server. Only `prepare`, `locate` and `left_to_vllm` may run in threads.
 
     Args:
         cached_tokens: capacity of vLLM's prefix cache in tokens; 0 if it is off.
@@ -222,7 +222,7 @@ class PlainPrompts:
     def locate(
         self, prompt: Mapping[str, Any], messages: Sequence[Message], *, search_system: bool
     ) -> Searched:
-        """Return the parts of vLLM's prompt that hold the messages to search, see `locate_messages`."""
+        """Return the parts of vLLM's prompt with messages of users, tools and, if `search_system`, the system."""
         text = self._offsets.prompt_text(prompt)
         return locate_messages(text, messages, search_system=search_system)
 
@@ -237,12 +237,8 @@ class PlainPrompts:
         chunks instead. A prompt that is shorter than `min_prompt_tokens` is served in the second way only; otherwise it
         is neither searched nor looked up.
 
-        Waits for the catalog and for a remote. If the catalog cannot be read, vLLM computes the prompt.
-
-        Args:
-            ids: token ids of the prompt.
-            locate: returns the parts of the prompt to search.
-            origin: origin of the request.
+        Waits for the catalog and for a remote. If the catalog cannot be read, vLLM computes the prompt. `locate` is
+        called at most once, and returns the parts of the prompt to search.
         """
         started = time.perf_counter()
         cached, before = self._served.longest(ids, origin)
@@ -373,7 +369,7 @@ class PlainPrompts:
             self._searched.labels(role, result).inc()
 
     def served(self, ids: Sequence[int], origin: Origin, prepared: Prepared | None) -> None:
-        """Note a prompt whose blocks are now in vLLM's prefix cache; `prepared` is the result of `prepare`."""
+        """Note a prompt whose blocks are now in vLLM's prefix cache; `prepared` is the result of `prepare`, or None."""
         self._served.note(ids, origin, None if prepared is None else prepared.ask)
 
     def asking(self, ask: Ask) -> tuple[dict[str, object], str]:
@@ -381,7 +377,7 @@ class PlainPrompts:
         return {FIELD: self._engine.transfer(ask)[FIELD]}, ask.cache_salt(self._engine.namespace)
 
     def record(self, prepared: Prepared) -> RequestRecord:
-        """Return a new record of a request, for `Records.begin`; chance decides if its answer is to be audited."""
+        """Return a new record of a request; chance decides if its answer is audited, unless vLLM alone computes it."""
         name = prepared.request.request_id
         return RequestRecord(
             prepared.request,
@@ -457,7 +453,7 @@ def _continued(before: Ask, ids: Sequence[int]) -> Ask:
 class SearchingClient:
     """vLLM's engine client for the handler of one request without documents.
 
-    Each prompt is searched on its way, and recorded if it has segments.
+    Each prompt is searched on its way, and recorded if it has segments or a remark.
     """
 
     def __init__(
@@ -480,8 +476,8 @@ class SearchingClient:
         carries its statistics, and its texts count as seen once it has ended. If it is served from chunk-caches,
         `params.extra_args` gets the message about them. A prompt with images, sound or videos is recorded, and its last
         output says that vLLM computes it. It says so too for requests for several answers, for log-probabilities of the
-        prompt, or with a LoRA adapter, if their prompts are long enough to be searched. Embeddings and requests with
-        other `kv_transfer_params` are passed on unchanged.
+        prompt, with a LoRA adapter, or below `min_prompt_tokens`, if their prompts are long enough to be searched.
+        Embeddings and requests with other `kv_transfer_params` are passed on unchanged.
 
         In the outputs of a request that is served from chunk-caches, `num_cached_tokens` is the number of reused
         tokens, None before the report. For an audit, `params.logprobs` becomes 16, and the outputs hide them.
