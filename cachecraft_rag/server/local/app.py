@@ -125,7 +125,7 @@ class LocalServer:
         self._registry.register(EngineCollector(engine))
 
     def app(self) -> Starlette:
-        """Return the application."""
+        """Return the application, which runs once: the threads of its routes end with it."""
         posts: Mapping[str, Act] = {
             CHAT: self._chat,
             "/v1/completions": self._completion,
@@ -319,7 +319,7 @@ class Reply(JSONResponse):
     """A JSON reply. Half a surrogate pair is written as an escape, as in the request that brought it."""
 
     def render(self, content: object) -> bytes:
-        """Return the content as JSON."""
+        """Return the content as JSON in UTF-8. Raises ValueError for NaN and infinities."""
         return _encoded(json.dumps(content, ensure_ascii=False, allow_nan=False))
 
 

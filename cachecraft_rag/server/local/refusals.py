@@ -41,7 +41,10 @@ class Refused(Exception):
 
 
 def refused(error: Exception) -> Refused:
-    """Return the refusal that a client reads for an error; status 500 if the request is not the cause."""
+    """Return the refusal that a client reads for an error: a `Refused` itself, any other with a status of its kind.
+
+    That is 400 if the request is the cause, 503 if too many wait, otherwise 500.
+    """
     if isinstance(error, Refused):
         return error
     message = str(error).replace("max_new_tokens", "max_tokens")  # the name in requests

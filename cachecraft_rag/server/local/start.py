@@ -97,7 +97,7 @@ def serve(
 
 
 def run(server: LocalServer, listening: socket.socket) -> None:
-    """Answer requests on a socket until the process is asked to end."""
+    """Answer requests on a socket until SIGINT or SIGTERM, which is raised again; threads switch after `SWITCH_S`."""
     sys.setswitchinterval(SWITCH_S)
     config = uvicorn.Config(
         server.app(),
