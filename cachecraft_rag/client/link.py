@@ -170,7 +170,9 @@ class Link:
         """Send a request, with a JSON body if there is one, and return the JSON reply, whose form is unchecked.
 
         Args:
+            path: begins with "/".
             body: sent with POST; None: the request is a GET.
+            headers: sent besides those of the link.
             patient: wait without limit, because the server computes for long.
             limit: most bytes of the reply; None = the limit of ordinary replies, 8 MiB.
         """
@@ -202,7 +204,10 @@ class Link:
             return {}
 
     def audit(self, name: str, *, headers: Mapping[str, str]) -> Audit | None:
-        """Return the audit of a request's answer; None if the server has none, or not yet. Arguments: see `report`."""
+        """Return the audit of a request's answer; None if the server has none, or not yet. Arguments as in `report`.
+
+        Raises ServerError if the server does not remember the answer.
+        """
         reply = self.call(f"{REQUESTS}/{quote(name, safe='')}", headers=headers)
         with checked_reply(self.url, "an audit"):
             audit = mapping_of(reply).get("audit")
@@ -214,8 +219,8 @@ class Link:
         """Yield the events of a streamed chat completion, as JSON objects, up to its end.
 
         `body` must have `"stream": true`; `headers` are sent besides those of the link. The request is sent when the
-        first event is asked for; closing the generator ends it. Raises ServerError also
-        for an event longer than 1 MiB, and for an answer that ends early or is longer than 64 MiB.
+        first event is asked for; closing the generator ends it. Raises ServerError also for an event longer than 1 MiB,
+        and for an answer that ends early or is longer than 64 MiB.
         """
         with self._replied(CHAT, body, headers=headers) as reply:
             for line in _lines(reply):
