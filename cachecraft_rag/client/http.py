@@ -170,7 +170,7 @@ class HTTPEngine(AnswerEngine):
         return ServerPrimer(self, self._link, related=related)
 
     def held(self, documents: Iterable[object], *, session: str | None = None) -> list[HeldChunk]:
-        """Return what the server holds of each document, in order, with what is private to `session`.
+        """Return what the server holds of each document, in order, and privately for `session` if it has sessions.
 
         Documents are as in `prime`: texts, chunks, or those of a framework. Only ids are sent.
         """
@@ -432,7 +432,7 @@ class ServerCaches(Caches):
             return replies.evicted(reply)
 
     def readmit_chunks(self, chunk_ids: Sequence[str]) -> frozenset[str]:
-        """Let these chunks be stored again; return the ids of all that stay removed. Without ids it only does that."""
+        """Let these chunks be stored again; return the ids of all that stay removed. () only returns these."""
         reply = self._link.call(READMIT, {"chunk_ids": list(chunk_ids)})
         with checked_reply(self._link.url, "the removed chunks"):
             return replies.removed_chunks(reply)

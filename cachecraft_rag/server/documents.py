@@ -136,7 +136,7 @@ class Asked:
             request: the chat request.
             default: the server's reuse settings.
             context_length: most tokens of prompt and answer together.
-            allowed: reuse settings that the request may change, see `EndpointSettings`.
+            allowed: settings that the request may change: "none"; "all"; "safe": all, but they shape no captures.
 
         Raises ConfigError for fields that do not work together with documents; for more than 64 characters per token
         of the context in all; for a last message that is neither the user's nor the result of a tool; and with
@@ -184,7 +184,7 @@ def plain_config(
 
     A request turns it off with `plain_prompts` "off", whatever it is `allowed`, or with `reuse` False. `default` holds
     for all that it does not set. `capture` is the request's if `allowed` is "all". Otherwise captures follow later, by
-    the server's settings, so `capture` is the server's, but a "safe" request may turn it off.
+    the server's settings, and `capture` is the server's unless the request turns it off.
     """
     given = _reuse_settings(request)
     if isinstance(given, Mapping) and given.get("plain_prompts") == "off":
@@ -239,7 +239,7 @@ def read_chunk_ids(body: Mapping[str, object]) -> tuple[str, ...]:
 
 
 def read_documents(documents: object) -> tuple[Chunk, ...]:
-    """Return the chunks in the field "documents" of a body, in order; ConfigError as `check_documents`."""
+    """Return the chunks of a field "documents", in order: at most 1,000 objects with a text, and perhaps an `id`."""
     check_documents(documents)
     return _chunks(cast(list[Mapping[str, object]], documents))
 

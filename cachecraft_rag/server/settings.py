@@ -22,7 +22,7 @@ class Headers(Protocol):
     """The headers of a request; `starlette.datastructures.Headers`."""
 
     def getlist(self, key: str) -> Sequence[str]:
-        """Return all values of a header, whose name may have any case."""
+        """Return all values of a header, [] without it; its name may have any case."""
 
 
 class _PlainPrompts(TypedDict):
@@ -42,8 +42,8 @@ class EndpointSettings:
     model            model name in requests
     session_header   header with the session of a request, set by a trusted proxy; two are refused; None: no sessions
     tenant_header    header with the tenant of each request, set by a trusted proxy: its namespace; None: one tenant
-    client_settings  reuse settings that a request may change: "none"; "safe", those that affect only its own answer;
-                     "all"
+    client_settings  reuse settings that a request may change: "none"; "all"; "safe", all too, but it captures nothing
+                     if they would shape chunk-caches
     plain_prompts    reuse of text in requests without documents, see docs/guides/any_application.md
     search_system    True if system messages of such requests are searched too: applications may put the context there
     admin_keys       keys that allow priming and eviction, in addition to the server's own key; (): no client may do

@@ -78,8 +78,8 @@ class LocalServer:
         engine: the engine; the caller closes it, once the server has ended.
         settings: `root` is not read; `model` is the name that clients use.
         system: the engine's instruction.
-        best_last: see `PromptBuilder`.
-        defaults: for what a request leaves open.
+        best_last: put the best document last, before the question.
+        defaults: sampling parameters for what a request leaves open; None: `SamplingParams()`.
         embeddings: answers `/v1/embeddings`.
         folder: the model's folder, whose tokenizer clients may fetch; None: they cannot.
         api_keys: keys of which requests to /v1 need one; (): no key.

@@ -161,7 +161,7 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
     # -- scheduler ----------------------------------------------------------------------------------------------------
 
     def on_new_request(self, request: EngineRequest) -> None:
-        """Note a request of this package, once, and keep its blocks with chunks apart in vLLM's prefix cache."""
+        """Note a request of this package that is not known yet; keep its blocks with chunks apart in vLLM's cache."""
         self._safely(None, lambda: self._scheduling.arrived(request))
 
     def get_num_new_matched_tokens(
@@ -277,7 +277,7 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
         return self._workers.failed_blocks()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """Return new reports and the running captures as `WorkerOutput`; None if neither has changed since."""
+        """Return new reports and the running captures as `WorkerOutput`; None if there is no change since last time."""
         result = self._safely(None, lambda: self._workers.take_result())
         return None if result is None else WorkerOutput(result)
 

@@ -56,7 +56,7 @@ class _LookUp:
 
 
 class StatsCorrections:
-    """Corrections of one scheduler as running totals, see `messages.Corrections`."""
+    """Corrections of one scheduler as running totals, see `messages.Corrections`; `name` is the id of a request."""
 
     def __init__(self) -> None:
         self._look_ups: dict[str, _LookUp] = {}

@@ -97,7 +97,7 @@ class FillMemory:
     def longest(self) -> int | None:
         """Return the most tokens of a prompt that can be filled even if all of it is computed; None without a limit.
 
-        No chunk of it may be longer than a pass.
+        It is at most `context`, and no chunk of it may be longer than a pass.
 
         >>> FillMemory(10, 10, 5, total=1000).longest()
         40

@@ -155,7 +155,7 @@ class TextModel(Protocol):
         """Yield the weights."""
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
-        """Return the embeddings `[rows, hidden]` of token ids, int64 `[rows]`."""
+        """Return the embeddings `[rows, hidden]` of token ids, int32 or int64 `[rows]`."""
 
 
 class VLLMModule(Protocol):

@@ -96,7 +96,7 @@ class Pending:
 
     @property
     def owner(self) -> Owner:
-        """Tenant and adapter: chunk-caches serve only requests that have the same two."""
+        """(tenant or "", adapter or None): chunk-caches serve only requests that have the same two."""
         return ("" if self.ask is None else self.ask.namespace, self.adapter)
 
     def computes_no_longer(self) -> None:

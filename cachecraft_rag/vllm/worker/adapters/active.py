@@ -64,7 +64,7 @@ class Adapters:
     def refusal(self, adapter: Adapter, rows: int) -> str:
         """Return why a pass of so many rows cannot use an adapter; "" if it can. The same on all ranks.
 
-        It has to be loaded, and its fingerprint still that of its first check here.
+        It has to be loaded, and its fingerprint to be that of the first check after it was loaded.
         """
         manager = self._manager
         loaded = None
