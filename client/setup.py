@@ -24,10 +24,7 @@ def version() -> str:
 
 
 def folder_of(package: str, places: dict[str, str]) -> str:
-    """Return the folder of a package, relative to this file: below that of the nearest parent that `places` lists.
-
-    `places` are package → folder, relative to the repository. Raises KeyError if they list no parent.
-    """
+    """Return the folder of a package, relative to this file: below its nearest parent in `places`, KeyError if none."""
     parents = package.split(".")
     for length in range(len(parents), 0, -1):
         place = places.get(".".join(parents[:length]))

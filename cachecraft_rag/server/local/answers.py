@@ -145,8 +145,7 @@ class Answer:
 class Answerer:
     """Lays out the prompts of requests, and asks the engine. Its methods block; thread-safe.
 
-    They take the JSON object of a request, and return an answer for which the model has not started. Refused requests
-    are counted in the engine's `request_counts`.
+    They take a request's JSON object, and return an answer that has not started. They count refused requests.
 
     Args:
         system: the engine's instruction.

@@ -55,7 +55,6 @@ class Filling:
         """Make the plan, open the chunk-caches and begin to load them.
 
         Args:
-            fill: the request with its look-up and its blocks.
             decides_once, longest_call_s, most_rows: see `OverlappedPrefill`.
         """
         self.fill = fill
@@ -195,10 +194,9 @@ class Filling:
 class Slices:
     """The time for which prompts are filled in each step, from how long vLLM's own steps have taken.
 
-    While vLLM has requests, fillings get eight times the median of its last 15 own steps, from 0.05 to 1 s, so that a
-    prompt of new documents is filled nearly as fast as vLLM computes it in one step; other users wait for a part of
-    that at a time. A fixed time would be too short for a slow model, and would stop the others for too long with a fast
-    one.
+    While vLLM has requests, fillings get eight times the median of its last 15 own steps, from 0.05 to 1 s: a prompt is
+    filled nearly as fast as vLLM computes it in one step, and other users wait for a part of that at a time. A fixed
+    time would be too short for a slow model, and would stop the others for too long with a fast one.
     """
 
     def __init__(self) -> None:

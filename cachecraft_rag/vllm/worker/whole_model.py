@@ -216,7 +216,7 @@ def check_whole_model(stack: WorkerStack, model: WholeModel) -> str:
     """Compute a small prompt with and without the model's own forward; return how they differ, or "" if they agree.
 
     Also returns a reason if a call takes too few rows for the prompt, which has a stored chunk with drift correction.
-    With several ranks, all of them have to call it. `stack.whole_model` is None afterwards.
+    All ranks have to call it. Unsets `stack.whole_model`.
     """
     if model.most_rows < _BOUNDS[-1]:  # the checks would run layer by layer, too
         return (
@@ -241,8 +241,7 @@ def check_raw_keys(stack: WorkerStack, model: WholeModel, *, last: int) -> str:
     """Compute and capture a small prompt with and without the model's own forward; return how they differ, or "".
 
     Also returns a reason if something other than the rotary embedding depends on positions, which are all 0 there;
-    `last` is the model's last position. With several ranks, all of them have to call it. `stack.whole_model` is None
-    and `model.gives_raw` False afterwards.
+    `last` is the model's last position. All ranks have to call it. Unsets `stack.whole_model` and `model.gives_raw`.
     """
     reason = _dependence_on_positions(stack, last)
     reasons = stack.ranks.agree(frozenset((reason,) if reason else ()))

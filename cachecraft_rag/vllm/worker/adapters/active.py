@@ -62,7 +62,7 @@ class Adapters:
         manager.set_adapter_mapping(_mapping(adapter.number, rows))
 
     def refusal(self, adapter: Adapter, rows: int) -> str:
-        """Return why a pass of so many rows cannot use an adapter; "" if it can. The same on all ranks.
+        """Return why a pass of so many rows cannot use an adapter, alike on all ranks; "" if it can.
 
         It has to be loaded, and its fingerprint to be that of the first check after it was loaded.
         """
