@@ -170,7 +170,7 @@ class HTTPEngine(AnswerEngine):
         return ServerPrimer(self, self._link, related=related)
 
     def held(self, documents: Iterable[object], *, session: str | None = None) -> list[HeldChunk]:
-        """Return what the server holds of each document, in order, and privately for `session` if it has sessions.
+        """Return what the server holds of each document, in order; of `session`, too, if the server has sessions.
 
         Documents are as in `prime`: texts, chunks, or those of a framework. Only ids are sent.
         """

@@ -73,7 +73,7 @@ def serve(
         defaults: sampling parameters that a request leaves out, such as its temperature.
         host: address to listen on.
         port: port to listen on; 0 takes a free one.
-        api_keys: keys of which requests to /v1 need one; (): none, and on a loopback `host` they need a local name.
+        api_keys: keys of which requests to /v1 need one; (): no key, but on a loopback `host` a local name.
         embeddings: embedding model of `/v1/embeddings`, as in `Embedder`.
         say: called with a message once the server is ready; the message shows a first request.
     """
