@@ -24,7 +24,7 @@ def version() -> str:
 
 
 def folder_of(package: str, places: dict[str, str]) -> str:
-    """Return the folder of a package, relative to this file: below that of the nearest parent that `places` lists."""
+    """Return the folder of a package, relative to this file: below its nearest parent in `places`, KeyError if none."""
     parents = package.split(".")
     for length in range(len(parents), 0, -1):
         place = places.get(".".join(parents[:length]))

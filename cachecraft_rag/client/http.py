@@ -170,7 +170,10 @@ class HTTPEngine(AnswerEngine):
         return ServerPrimer(self, self._link, related=related)
 
     def held(self, documents: Iterable[object], *, session: str | None = None) -> list[HeldChunk]:
-        """Return what the server holds of each document, see `AnswerEngine.held`; only their ids are sent."""
+        """Return what the server holds of each document, in order; of `session`, too, if the server has sessions.
+
+        Documents are as in `prime`: texts, chunks, or those of a framework. Only ids are sent.
+        """
         ids = [chunk.chunk_id for chunk in chunks_of(documents)]
         headers = self._session_headers(session)
         held: list[HeldChunk] = []
@@ -188,7 +191,7 @@ class HTTPEngine(AnswerEngine):
         )
 
     def disk_space(self) -> DiskSpace:
-        """Return the disk space of the server's store, as the server counts it."""
+        """Return the disk space of the server's store in bytes, as the server counts it; needs the admin key."""
         reply = self._link.call(PRIME, {"documents": [], "estimate": True})
         with checked_reply(self._link.url, "the size of its store"):
             return replies.disk_space(reply)
@@ -336,10 +339,10 @@ class HTTPEngine(AnswerEngine):
 class ServerPrimer:
     """Primes chunks in the server, as many in one request as it takes; see `Primer`.
 
-    If a document needs several requests, each begins after the instruction only.
+    If a document needs several requests, each begins after the instruction only. The server asks for its admin key.
 
     Args:
-        related: see `Primer`.
+        related: see `HTTPEngine.primer`; called for the chunk of a request that has only one.
     """
 
     def __init__(self, engine: HTTPEngine, link: Link, *, related: Related | None = None) -> None:
@@ -352,9 +355,8 @@ class ServerPrimer:
     ) -> int:
         """Capture one document's chunks in order, in the server; return the number of captures, stored by then.
 
-        Chunks that are stored after the same neighbours are skipped. A request of a single chunk also brings the chunks
-        that `related` returns for it. If a request fails, the captures of earlier requests stay. There is no time limit
-        while the server computes.
+        The instruction is captured, and counts, too. Chunks that are stored after the same neighbours are skipped. If a
+        request fails, the captures of earlier requests stay. There is no time limit while the server computes.
 
         Args:
             chunks: the chunks of one document, in its order; without chunks nothing is sent.
@@ -391,7 +393,7 @@ class ServerPrimer:
 
 
 class ServerCaches(Caches):
-    """The chunk-caches in a server's store."""
+    """The chunk-caches in a server's store, which asks for its admin key."""
 
     def __init__(self, link: Link) -> None:
         self._link = link
@@ -418,7 +420,10 @@ class ServerCaches(Caches):
             return replies.evicted(reply)
 
     def remove_chunks(self, chunk_ids: Sequence[str]) -> Evicted:
-        """Remove these chunks with their documents, see `ChunkCacheStore.remove_chunks`; return what was removed."""
+        """Remove the chunk-caches that hold or were shaped by these chunks, and refuse new ones until `readmit_chunks`.
+
+        Returns their number, and their bytes on the server's disk. Without ids the server is not asked.
+        """
         if not chunk_ids:
             return Evicted(0, 0)
         body = {"chunk_ids": list(chunk_ids), "removed": True}
@@ -427,7 +432,7 @@ class ServerCaches(Caches):
             return replies.evicted(reply)
 
     def readmit_chunks(self, chunk_ids: Sequence[str]) -> frozenset[str]:
-        """Let these chunks be stored again; return the ids of those that stay removed. Raises what `evict` raises."""
+        """Let these chunks be stored again; return the ids of all that stay removed. () only returns these."""
         reply = self._link.call(READMIT, {"chunk_ids": list(chunk_ids)})
         with checked_reply(self._link.url, "the removed chunks"):
             return replies.removed_chunks(reply)

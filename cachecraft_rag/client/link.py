@@ -167,10 +167,10 @@ class Link:
         patient: bool = False,
         limit: int | None = None,
     ) -> object:
-        """Send a request, with a JSON body if there is one, and return the JSON reply, whose form is unchecked.
+        """Send a request with `headers` besides the link's, and return the JSON reply, whose form is unchecked.
 
         Args:
-            body: sent with POST; None: the request is a GET.
+            body: sent with POST, as JSON; None: the request is a GET.
             patient: wait without limit, because the server computes for long.
             limit: most bytes of the reply; None = the limit of ordinary replies, 8 MiB.
         """
@@ -185,7 +185,7 @@ class Link:
     def report(self, name: str, *, headers: Mapping[str, str]) -> Mapping[str, object]:
         """Return the report of a request, see `replies.report_of`; empty if the server has none.
 
-        A failure is a warning in the log, because the answer itself is complete.
+        After a failure it is empty, with a warning in the log, because the answer itself is complete.
 
         Args:
             name: the id of the request in the server.
@@ -202,7 +202,10 @@ class Link:
             return {}
 
     def audit(self, name: str, *, headers: Mapping[str, str]) -> Audit | None:
-        """Return the audit of a request's answer; None if the server has none, or not yet. Arguments: see `report`."""
+        """Return the audit of a request's answer; None if the server has none, or not yet.
+
+        `name` is its id in the server, `headers` are those it was sent with. ServerError if the server forgot it.
+        """
         reply = self.call(f"{REQUESTS}/{quote(name, safe='')}", headers=headers)
         with checked_reply(self.url, "an audit"):
             audit = mapping_of(reply).get("audit")
@@ -214,8 +217,8 @@ class Link:
         """Yield the events of a streamed chat completion, as JSON objects, up to its end.
 
         `body` must have `"stream": true`; `headers` are sent besides those of the link. The request is sent when the
-        first event is asked for; closing the generator ends it. Raises ServerError also
-        for an event longer than 1 MiB, and for an answer that ends early or is longer than 64 MiB.
+        first event is asked for; closing the generator ends it. Raises ServerError also for an event longer than 1 MiB,
+        and for an answer that ends early or is longer than 64 MiB.
         """
         with self._replied(CHAT, body, headers=headers) as reply:
             for line in _lines(reply):

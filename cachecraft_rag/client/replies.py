@@ -183,8 +183,8 @@ class ServerFacts:
 def served_model(facts: ServerFacts, reply: object) -> ServedModel:
     """Return the model with the tokenizer in the reply of `Link.tokenizer`.
 
-    For use within `checked_reply`. The tokenizer's files are in a temporary folder meanwhile; unknown files are
-    ignored, and no code in them runs.
+    The tokenizer's files are in a temporary folder meanwhile; unknown files are ignored, and no code in them runs.
+    Raises ServerError if the tokenizer cannot be read.
     """
     from transformers import AutoTokenizer
 
@@ -212,7 +212,7 @@ def served_model(facts: ServerFacts, reply: object) -> ServedModel:
 
 
 def disk_space(reply: object) -> DiskSpace:
-    """Return the space of the server's store, in bytes, and its codec."""
+    """Return the "disk" of a reply: the space of the server's store, in bytes, and its codec."""
     disk = mapping_of(mapping_of(reply)["disk"])
     return DiskSpace(
         used=whole_of(disk["used"]),
@@ -223,13 +223,13 @@ def disk_space(reply: object) -> DiskSpace:
 
 
 def missing_variants(reply: object) -> dict[str, int]:
-    """Return ids of variants with their numbers of tokens; maybe empty."""
+    """Return the "missing" of a reply: id of each variant → number of its tokens; maybe empty."""
     missing = mapping_of(mapping_of(reply)["missing"])
     return {text_of(name): whole_of(tokens) for name, tokens in missing.items()}
 
 
 def evicted(reply: object) -> Evicted:
-    """Return the number of evicted chunk-caches and their bytes on disk."""
+    """Return the "variants" and "nbytes" of a reply: number of evicted chunk-caches, and their bytes on disk."""
     counts = mapping_of(reply)
     return Evicted(
         variants=whole_of(counts["variants"]), nbytes=whole_of(counts["nbytes"], most=2**63)
@@ -237,7 +237,7 @@ def evicted(reply: object) -> Evicted:
 
 
 def held_chunks(reply: object, chunk_ids: Sequence[str]) -> list[HeldChunk]:
-    """Return what the server holds of the chunks that it was asked for, in their order."""
+    """Return the "chunks" of a reply; ValueError unless they are those of `chunk_ids`, in this order."""
     held = []
     entries = list_of(mapping_of(reply)["chunks"])
     for chunk_id, entry in zip(chunk_ids, map(mapping_of, entries), strict=True):
@@ -248,7 +248,7 @@ def held_chunks(reply: object, chunk_ids: Sequence[str]) -> list[HeldChunk]:
 
 
 def removed_chunks(reply: object) -> frozenset[str]:
-    """Return the ids of the chunks that a server keeps removed."""
+    """Return the "removed" of a reply: ids of the chunks that a server keeps removed."""
     return frozenset(text_of(name) for name in list_of(mapping_of(reply)["removed"]))
 
 

@@ -17,9 +17,9 @@ CLOSED = "this server primes and evicts for no client: start it with --admin-key
 
 
 def refusal_of(given: str, keys: Collection[str] | None) -> str:
-    """Return why a request with this value of `ADMIN_HEADER` may change nothing; "" if it may.
+    """Return why a request may change nothing; "" if it may. `given`: the value of its `ADMIN_HEADER`, "" without one.
 
-    `keys` None: every client may; (): none may.
+    `keys`: one of which the header must have; None: every client may; (): none may.
     """
     if keys is None or any(hmac.compare_digest(given.encode(), key.encode()) for key in keys):
         return ""
@@ -27,11 +27,12 @@ def refusal_of(given: str, keys: Collection[str] | None) -> str:
 
 
 def prime(engine: AnswerEngine, body: bytes) -> dict[str, object]:
-    """Capture the chunks of one document, in order; with "estimate", only count them. See `read_priming` for the body.
+    """Capture the chunks of one document; with "estimate": true, only return what that would capture.
 
-    Chunks that are stored already after the same neighbours are skipped. Returns {"captured": number of captures that
-    were stored}. With "estimate" returns {"missing": {variant id: tokens}, "disk": the fields of `DiskSpace`}, with an
-    entry in "missing" for each capture that would be made.
+    The body is {"documents": [{"text": …}, …]}, in order, perhaps with "related", such a list: a document of one chunk
+    is captured after these. Chunks that are stored after the same neighbours are skipped. Returns {"captured": number
+    of stored captures, with the instruction's}; for an estimate {"missing": {variant id: tokens}, "disk": the fields of
+    `DiskSpace`}.
     """
     asked = read_priming(body, context_length=engine.decoder.context_length)
     primer = engine.primer(related=lambda _: asked.related)
@@ -60,7 +61,7 @@ def evict(engine: AnswerEngine, body: bytes) -> dict[str, object]:
 def readmit(engine: AnswerEngine, body: bytes) -> dict[str, object]:
     """Let chunks be stored again that `evict` has removed with their documents; ids of others are ignored.
 
-    The body is {"chunk_ids": [id, …]}. Returns {"removed": ids of all chunks that stay removed}.
+    The body is {"chunk_ids": [id, …]}. Returns {"removed": ids of all chunks that stay removed, sorted}.
     """
     ids = read_chunk_ids(read_body(body, ("chunk_ids",)))
     return {"removed": sorted(_store_of(engine).readmit_chunks(ids, namespace=engine.namespace))}

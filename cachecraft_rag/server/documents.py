@@ -136,7 +136,7 @@ class Asked:
             request: the chat request.
             default: the server's reuse settings.
             context_length: most tokens of prompt and answer together.
-            allowed: reuse settings that the request may change, see `EndpointSettings`.
+            allowed: settings that the request may change: "none"; "all"; "safe": all, but they shape no captures.
 
         Raises ConfigError for fields that do not work together with documents; for more than 64 characters per token
         of the context in all; for a last message that is neither the user's nor the result of a tool; and with
@@ -182,9 +182,9 @@ def plain_config(
 ) -> ReuseConfig | None:
     """Return the reuse settings of a request without documents; None if it, or the server, turns reuse off.
 
-    A request turns it off with `plain_prompts` "off" or `reuse` False. `capture` is the server's own, because captures
-    follow later by the server's settings. A request can turn reuse off if `allowed` is "safe", and change it if
-    `allowed` is "all"; `default` holds for all that it does not set.
+    A request turns it off with `plain_prompts` "off", whatever it is `allowed`, or with `reuse` False. `default` holds
+    for all that it does not set. `capture` is the request's if `allowed` is "all". Otherwise captures follow later, by
+    the server's settings, and `capture` is the server's unless the request turns it off.
     """
     given = _reuse_settings(request)
     if isinstance(given, Mapping) and given.get("plain_prompts") == "off":
@@ -205,7 +205,7 @@ def owner_of(session: str | None, salt: str) -> str | None:
 
 
 async def whole_body(pieces: AsyncIterable[bytes]) -> bytes:
-    """Return a body that arrives in pieces. Raises ConfigError once it is too large, without reading the rest."""
+    """Return a body that arrives in pieces. Raises ConfigError after 24 MiB (`MOST_BODY`), without reading the rest."""
     body = bytearray()
     async for piece in pieces:
         body += piece
@@ -229,7 +229,7 @@ def read_body(body: bytes, names: Collection[str] | None = None) -> dict[str, An
 
 
 def read_chunk_ids(body: Mapping[str, object]) -> tuple[str, ...]:
-    """Return the ids in the field "chunk_ids" of a body; maybe empty."""
+    """Return the ids in the field "chunk_ids" of a body, in order; ConfigError unless it is a list, which may be []."""
     ids = body.get("chunk_ids")
     if not isinstance(ids, list):
         raise ConfigError('write {"chunk_ids": ["…"]}')
@@ -239,7 +239,7 @@ def read_chunk_ids(body: Mapping[str, object]) -> tuple[str, ...]:
 
 
 def read_documents(documents: object) -> tuple[Chunk, ...]:
-    """Return the chunks in the field "documents" of a body, see `check_documents`."""
+    """Return the chunks of a field "documents", in order: at most 1,000 objects with a text, and perhaps an `id`."""
     check_documents(documents)
     return _chunks(cast(list[Mapping[str, object]], documents))
 
@@ -479,10 +479,10 @@ def shaping_settings(config: ReuseConfig, default: ReuseConfig) -> list[str]:
 
 
 def uncaptured_note(config: ReuseConfig | None, default: ReuseConfig) -> str:
-    """Return why a request with these settings captures nothing, for its statistics.
+    """Return why a request with these settings (None: the server's, `default`) captures nothing, for its statistics.
 
-    It is "" if the request captures as usual, or changes no setting that would shape captured values, or if the server
-    captures nothing at all.
+    It is "" if the request captures, or changes no setting that would shape captured values, or if the server captures
+    nothing at all.
     """
     if config is None or config.capture or not default.capture:
         return ""

@@ -23,9 +23,9 @@ def facts_of(
     system: str,
     end_tokens: Collection[int],
 ) -> dict[str, object]:
-    """Return facts that a client needs, as plain JSON values by name, without keys.
+    """Return facts that a client needs, as plain JSON values by name: versions, the model and settings without keys.
 
-    "session_header" is None for a server without sessions.
+    "session_header" is None for a server without sessions, and "end_tokens" are sorted. `system` is the instruction.
     """
     model = engine.decoder
     return {
@@ -48,7 +48,8 @@ def facts_of(
 def tokenizer_files(folder: Path, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
     """Return the files of a model's tokenizer as texts, by name: those of `TOKENIZER_FILES` that its folder has.
 
-    The text of "chat_template.jinja" is the template in use.
+    The text of "chat_template.jinja" is the template in use, of several the one for prompts without tools. It need not
+    be in the folder.
     """
     files: dict[str, str] = {}
     for name in TOKENIZER_FILES:
@@ -56,6 +57,8 @@ def tokenizer_files(folder: Path, tokenizer: PreTrainedTokenizerBase) -> dict[st
         if path.is_file():
             files[name] = path.read_text(encoding="utf-8")
     template = getattr(tokenizer, "chat_template", None)
+    if isinstance(template, dict):
+        template = template.get("default")
     if template:
         files["chat_template.jinja"] = template
     return files

@@ -20,8 +20,8 @@ class Layouts:
     Args:
         engine: its builder lays out requests with the server's own instruction and without tools.
         system: the server's instruction.
-        best_last: see `PromptBuilder`.
-        search_system: see `PromptBuilder`.
+        best_last: put the best chunk last, directly before the question.
+        search_system: search the instruction of `bare` prompts for captured texts.
     """
 
     def __init__(
@@ -47,8 +47,8 @@ class Layouts:
         Args:
             system: instruction of the request; None: the server's, or with `bare` none.
             tools: tools of the request.
-            private: True if instruction or tools hold one user's text.
-            bare: see `PromptBuilder`.
+            private: True if instruction or tools hold one user's text; implied if the server's instruction is private.
+            bare: write no words around the texts, for requests without documents.
         """
         text = ("" if bare else self._system) if system is None else system
         private = private or self._prompts.system.private

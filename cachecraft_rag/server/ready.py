@@ -36,7 +36,7 @@ def first_request(
 ) -> str:
     """Return a `curl` command for a shell that asks this server a question with a document.
 
-    `needs_key` is True if the server asks for a key that `args`, of vLLM's server, do not have.
+    `needs_key` is True if the server asks for a key that `args` do not have. Key and tenant are placeholders.
     """
     names = args.served_model_name or args.model
     body = {
@@ -63,7 +63,7 @@ def first_request(
 def ready_text(
     args: ServerArguments, settings: EndpointSettings, *, needs_key: bool = False, note: str = ""
 ) -> str:
-    """Return the text that says that the server is ready, with notes for operators and a first request."""
+    """Return the text for a ready server: `note`, another note if no client may prime, and a first request."""
     closed = CLOSED if settings.admin_keys == () else ""
     notes = "".join(f" Note: {text}." for text in (note, closed) if text)
     request = first_request(args, needs_key=needs_key, tenant_header=settings.tenant_header)

@@ -22,7 +22,7 @@ class Headers(Protocol):
     """The headers of a request; `starlette.datastructures.Headers`."""
 
     def getlist(self, key: str) -> Sequence[str]:
-        """Return all values of a header, whose name may have any case."""
+        """Return all values of a header, [] without it; its name may have any case."""
 
 
 class _PlainPrompts(TypedDict):
@@ -40,10 +40,10 @@ class EndpointSettings:
 
     root             folder of the store, which may hold a calibration
     model            model name in requests
-    session_header   header with the session of a request, set by a trusted proxy; None: no sessions
+    session_header   header with the session of a request, set by a trusted proxy; two are refused; None: no sessions
     tenant_header    header with the tenant of each request, set by a trusted proxy: its namespace; None: one tenant
-    client_settings  reuse settings that a request may change: "none"; "safe", those that affect only its own answer;
-                     "all"
+    client_settings  reuse settings that a request may change: "none"; "all"; "safe", all too, but it captures nothing
+                     if they would shape chunk-caches
     plain_prompts    reuse of text in requests without documents, see docs/guides/any_application.md
     search_system    True if system messages of such requests are searched too: applications may put the context there
     admin_keys       keys that allow priming and eviction, in addition to the server's own key; (): no client may do
@@ -79,7 +79,7 @@ class EndpointSettings:
             )
 
     def session_in(self, headers: Headers) -> str | None:
-        """Return the session, 1 to 256 characters, in the header `session_header`; None without that header."""
+        """Return the session, 1 to 256 characters, in the header `session_header`; None without setting or header."""
         header = self.session_header
         session = None if header is None else _single(headers, header)
         if session is not None and not 0 < len(session) <= LONGEST_SESSION:

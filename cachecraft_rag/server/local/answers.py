@@ -85,7 +85,7 @@ class Answer:
         self.name = f"{self.prefix}{self.generation.stats.request_id}"
 
     async def begin(self) -> None:
-        """Wait for the first piece, so that an error before it can still change the status of the reply."""
+        """Wait for the first piece: an error before it ends the answer, is raised, and can still change the status."""
         try:
             self._first = [await anext(self.generation)]
         except StopAsyncIteration:
@@ -95,7 +95,7 @@ class Answer:
             raise
 
     async def pieces(self) -> AsyncIterator[str]:
-        """Yield the text that readers may see, piece by piece; a call of a tool is no text. Ends the answer."""
+        """Yield the text that readers may see, piece by piece ("" during a call of a tool). Ends the answer."""
         try:
             for piece in self._first:
                 yield self._visible(piece)
@@ -126,11 +126,11 @@ class Answer:
         return list(tokens)
 
     def finish(self) -> str:
-        """Return how the answer ended, as chat completions say it."""
+        """Return "length" if the answer reached its longest length, otherwise "stop", as chat completions say it."""
         return _FINISH.get(str(self.generation.stats.finish), "stop")
 
     def statistics(self) -> dict[str, object]:
-        """Return statistics, the report of the segments and a note, as plain values; as a vLLM server does."""
+        """Return "stats", "report" (of the segments), "note" and "refused": None as plain values, as vLLM's server."""
         return {
             "stats": self.generation.stats.as_dict(),
             "report": self.generation.report(),
@@ -145,11 +145,13 @@ class Answer:
 class Answerer:
     """Lays out the prompts of requests, and asks the engine. Its methods block; thread-safe.
 
+    They take a request's JSON object, and return an answer that has not started. They count refused requests.
+
     Args:
         system: the engine's instruction.
-        best_last: see `PromptBuilder`.
-        defaults: for what a request leaves open.
-        ended: see `Answer`.
+        best_last: put the best document last, directly before the question.
+        defaults: sampling parameters for what a request leaves open.
+        ended: called once with each answer that has ended.
     """
 
     def __init__(
@@ -171,10 +173,11 @@ class Answerer:
         )
 
     def chat(self, body: Body, caller: Caller, *, prefix: str = "chatcmpl-") -> Answer:
-        """Return the answer to a chat request; the model has not started yet.
+        """Return the answer to a chat request, with an id that begins with `prefix`.
 
         With `documents` the prompt is the engine's own: instruction, documents, earlier turns, question. Without, it is
-        the model's own chat template, and passages that were seen before are found in it.
+        the model's own chat template, and passages that were seen before are found in it. A prompt that begins with
+        private text and has no session is computed without chunk-caches.
         """
         started = time.perf_counter()
         with self._counted():
@@ -228,13 +231,13 @@ class Answerer:
         )
 
     def response(self, body: Body, caller: Caller) -> Answer:
-        """Return the answer to a body of `/v1/responses`, as `chat` does."""
+        """Return the answer to a body of `/v1/responses`, as `chat` would to the same messages."""
         with self._counted():
             chat = response_as_chat(body)
         return self.chat(chat, caller, prefix="resp_")
 
     def completion(self, body: Body, caller: Caller) -> Answer:
-        """Return the completion of a text as it is, without a chat template; the model has not started yet."""
+        """Return the completion of a text without a chat template; passages that were seen before are found in it."""
         started = time.perf_counter()
         with self._counted():
             fields = completion_fields(body)

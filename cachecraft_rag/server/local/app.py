@@ -78,8 +78,8 @@ class LocalServer:
         engine: the engine; the caller closes it, once the server has ended.
         settings: `root` is not read; `model` is the name that clients use.
         system: the engine's instruction.
-        best_last: see `PromptBuilder`.
-        defaults: for what a request leaves open.
+        best_last: put the best document last, before the question.
+        defaults: sampling parameters for what a request leaves open; None: `SamplingParams()`.
         embeddings: answers `/v1/embeddings`.
         folder: the model's folder, whose tokenizer clients may fetch; None: they cannot.
         api_keys: keys of which requests to /v1 need one; (): no key.
@@ -125,7 +125,7 @@ class LocalServer:
         self._registry.register(EngineCollector(engine))
 
     def app(self) -> Starlette:
-        """Return the application."""
+        """Return the application, which runs once: the threads of its routes end with it."""
         posts: Mapping[str, Act] = {
             CHAT: self._chat,
             "/v1/completions": self._completion,
@@ -319,7 +319,7 @@ class Reply(JSONResponse):
     """A JSON reply. Half a surrogate pair is written as an escape, as in the request that brought it."""
 
     def render(self, content: object) -> bytes:
-        """Return the content as JSON."""
+        """Return the content as JSON in UTF-8. Raises ValueError for NaN and infinities."""
         return _encoded(json.dumps(content, ensure_ascii=False, allow_nan=False))
 
 

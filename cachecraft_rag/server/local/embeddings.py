@@ -32,7 +32,10 @@ class Embeddings:
         return find_spec("sentence_transformers") is not None
 
     def reply(self, body: Mapping[str, Any]) -> dict[str, object]:
-        """Return the vectors of the texts in a request's body, in OpenAI's form."""
+        """Return the vectors of the texts in a request's body, in order, in OpenAI's form.
+
+        ConfigError for more than 2,048 texts, empty ones, token ids, and `dimensions` other than the model's.
+        """
         check_names(body, _FIELDS, what="field")
         texts = _texts(body.get("input"))
         encoding = body.get("encoding_format") or "float"

@@ -157,7 +157,7 @@ def _request(body: Body, messages: Sequence[object]) -> ChatRequest:
 
 
 def response_as_chat(body: Body) -> dict[str, Any]:
-    """Return a body of `/v1/responses` as one of `/v1/chat/completions`; ConfigError if it cannot be served."""
+    """Return a body of `/v1/responses` as one of `/v1/chat/completions`, without items of type "reasoning"."""
     check_fields(body, _OF_RESPONSES)
     given = body.get("input")
     if not isinstance(given, str | list):
@@ -225,7 +225,7 @@ def _nested_format(text: object) -> object:
 def completion_fields(body: Body) -> ChatRequest:
     """Return a body of `/v1/completions` as a chat request whose question is the prompt.
 
-    Raises ConfigError for one that cannot be served.
+    Raises ConfigError for one that cannot be served, such as with documents or several prompts.
     """
     if body.get("documents") is not None:
         raise ConfigError(
@@ -260,7 +260,10 @@ class ToolUse:
 
     @classmethod
     def of(cls, tools: Sequence[Tool], choice: object, *, parallel: object) -> ToolUse:
-        """Return the use of checked tools that `tool_choice` and `parallel_tool_calls` ask for."""
+        """Return the use of checked tools that `tool_choice` (`choice`) and `parallel_tool_calls` (`parallel`) ask for.
+
+        None stands for "auto" and true. Without tools, or with "none", none is offered; "required" is refused then.
+        """
         names = tuple(tool["function"]["name"] for tool in tools)
         function = choice.get("function") if isinstance(choice, Mapping) else None
         wanted = function.get("name") if isinstance(function, Mapping) else choice
@@ -325,9 +328,9 @@ def sampling_of(
     """Return the sampling parameters of a body; the server's settings fill in what it leaves out.
 
     Args:
-        max_tokens: longest answer that was asked for; None: the server's setting, if the context has room for it.
-        room: tokens that the context has left after the prompt.
-        schema: JSON schema of the answer.
+        max_tokens: longest answer that was asked for; None: the server's setting, or `room` if that is less.
+        room: tokens that the context has left after the prompt; below 1 counts as 1.
+        schema: JSON schema of the answer; None: any text.
     """
     stop = body.get("stop")
     values = {name: body.get(name) for name in ("temperature", "top_p", "seed")}

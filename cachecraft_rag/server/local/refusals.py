@@ -41,7 +41,7 @@ class Refused(Exception):
 
 
 def refused(error: Exception) -> Refused:
-    """Return the refusal that a client reads for an error; status 500 if the request is not the cause."""
+    """Return the refusal for an error: a `Refused` itself; else status 400 for a wrong request, 503 if busy, or 500."""
     if isinstance(error, Refused):
         return error
     message = str(error).replace("max_new_tokens", "max_tokens")  # the name in requests

@@ -13,7 +13,7 @@ Json = dict[str, object]
 
 
 def usage_of(answer: Answer) -> Json:
-    """Return the tokens of prompt and answer; `cached_tokens` were taken from chunk-caches."""
+    """Return the numbers of tokens of prompt, answer and both so far; `cached_tokens` were taken from chunk-caches."""
     stats = answer.generation.stats
     return {
         "prompt_tokens": stats.tokens_prompt,
@@ -30,7 +30,7 @@ def event(values: Json | str) -> str:
 
 
 async def chat_reply(answer: Answer, model: str, *, with_tokens: bool) -> Json:
-    """Read the answer to its end and return it as a chat completion; with `with_tokens` also its tokens' ids."""
+    """Read the answer to its end and return it as a chat completion of `model`; `with_tokens` adds its tokens' ids."""
     text, calls = await whole(answer)
     message: Json = {"role": "assistant", "content": text or (None if calls else "")}
     if calls:
@@ -47,14 +47,14 @@ async def chat_reply(answer: Answer, model: str, *, with_tokens: bool) -> Json:
 
 
 async def completion_reply(answer: Answer, model: str) -> Json:
-    """Read the answer to its end and return it as a completion."""
+    """Read the answer to its end and return it as a completion of `model`."""
     text, _ = await whole(answer)
     choice: Json = {"index": 0, "text": text, "logprobs": None, "finish_reason": answer.finish()}
     return _reply(answer, model, "text_completion", choice)
 
 
 async def whole(answer: Answer) -> tuple[str, Sequence[ToolCall]]:
-    """Return the text of an answer and its calls, once it has ended."""
+    """Read an answer to its end and return (text, calls of tools)."""
     text = "".join([piece async for piece in answer.pieces()])
     rest, calls = answer.rest()
     return text + rest, calls
@@ -63,10 +63,10 @@ async def whole(answer: Answer) -> tuple[str, Sequence[ToolCall]]:
 async def chat_events(
     answer: Answer, model: str, *, with_usage: bool, with_tokens: bool
 ) -> AsyncIterator[str]:
-    """Yield a chat completion as server-sent events.
+    """Yield a chat completion as server-sent events, the last one "[DONE]".
 
     Args:
-        with_usage: end with an event of the usage.
+        with_usage: add an event with the usage before the last one.
         with_tokens: add the ids of new tokens to each event, as vLLM's `return_token_ids` does.
     """
 
@@ -93,7 +93,7 @@ async def chat_events(
 
 
 async def completion_events(answer: Answer, model: str, *, with_usage: bool) -> AsyncIterator[str]:
-    """Yield a completion as server-sent events; with `with_usage` the last one has the usage."""
+    """Yield a completion as server-sent events, the last one "[DONE]", and with `with_usage` before it the usage."""
 
     def chunk(text: str, finish: str | None = None) -> str:
         choice: Json = {"index": 0, "text": text, "logprobs": None, "finish_reason": finish}
@@ -140,5 +140,5 @@ def _calls(answer: Answer, calls: Sequence[ToolCall]) -> list[Json]:
 
 
 def call_id(answer: Answer, place: int) -> str:
-    """Return the id of a call by its place in the answer."""
+    """Return the id of a call by its place, from 0, among the calls of the answer."""
     return f"call_{answer.generation.stats.request_id}_{place}"

@@ -21,13 +21,13 @@ class _Event(Protocol):
 
 
 async def response_reply(answer: Answer, model: str, body: Body) -> Json:
-    """Return a response, once the answer has ended."""
+    """Read the answer to its end and return it as a response; the request's `body` has the settings that it repeats."""
     text, calls = await whole(answer)
     return _ended(answer, model, body, _items(answer, text, calls))
 
 
 async def response_events(answer: Answer, model: str, body: Body) -> AsyncIterator[str]:
-    """Yield a response as server-sent events."""
+    """Yield a response as server-sent events; the last, response.completed or response.incomplete, has the usage."""
     number = 0
 
     def event(kind: str, **values: object) -> str:

@@ -73,7 +73,7 @@ def serve(
         defaults: sampling parameters that a request leaves out, such as its temperature.
         host: address to listen on.
         port: port to listen on; 0 takes a free one.
-        api_keys: see `LocalServer`.
+        api_keys: keys of which requests to /v1 need one; (): no key, but on a loopback `host` a local name.
         embeddings: embedding model of `/v1/embeddings`, as in `Embedder`.
         say: called with a message once the server is ready; the message shows a first request.
     """
@@ -97,7 +97,7 @@ def serve(
 
 
 def run(server: LocalServer, listening: socket.socket) -> None:
-    """Answer requests on a socket until the process is asked to end."""
+    """Answer requests on a socket until SIGINT or SIGTERM, which is raised again; threads switch after `SWITCH_S`."""
     sys.setswitchinterval(SWITCH_S)
     config = uvicorn.Config(
         server.app(),

@@ -20,7 +20,7 @@ def divide_blocks(request: HashedRequest, salt: str, *, shared: int, block_size:
     shared ones shares one block less, or none. To be called once, before vLLM looks into its prefix cache.
 
     Args:
-        request: the request. Its `cache_salt` changes if it shares no block.
+        request: the request. If it shares no block, as with hashes of another size, `salt` becomes its `cache_salt`.
         salt: salt of the blocks that are not shared.
         shared: number of first tokens whose whole blocks keep their hashes.
         block_size: tokens of a block.

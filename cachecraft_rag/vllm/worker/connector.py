@@ -1,7 +1,7 @@
 """The KV connector: glue between vLLM's calls and the two sides, scheduler and workers.
 
-vLLM ends the whole server if a connector raises. So every exception here is logged, and the request is computed like
-any other.
+vLLM ends the whole server if a connector raises. So exceptions here are logged, and the request is computed like any
+other; only the constructor, `update_state_after_alloc` and `build_connector_meta` raise.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class WorkerOutput(KVConnectorWorkerMetadata):
     result: StepResult
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        """Return the results of both ranks as one, see `StepResult.joined`."""
+        """Return the results of both ranks as one; if both report a request, this rank's report counts."""
         assert isinstance(other, WorkerOutput), "all ranks run this connector"
         return WorkerOutput(self.result.joined(other.result))
 
@@ -161,16 +161,16 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
     # -- scheduler ----------------------------------------------------------------------------------------------------
 
     def on_new_request(self, request: EngineRequest) -> None:
-        """Note a request before vLLM asks about it. Raises nothing: an exception is logged."""
+        """Note a request of this package that is not known yet; keep its blocks with chunks apart in vLLM's cache."""
         self._safely(None, lambda: self._scheduling.arrived(request))
 
     def get_num_new_matched_tokens(
         self, request: EngineRequest, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Return how many tokens will be filled, and True if there are any: they are filled between steps.
+        """Return how many further tokens will be filled, and True if there are any: they are filled between steps.
 
-        (0, False) means that vLLM computes the prompt. (None, False) means that it is not known yet, or that the
-        request has to wait, and vLLM asks again in the next step.
+        (0, False) means that vLLM computes the rest of the prompt. (None, False) means that it is not known yet, or
+        that the request has to wait, and vLLM asks again in the next step.
 
         Args:
             request: the request.
@@ -182,7 +182,7 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
     def update_state_after_alloc(
         self, request: EngineRequest, blocks: RequestBlocks, num_external_tokens: int
     ) -> None:
-        """Note the blocks of a request that is to be filled; 0 external tokens, computed by vLLM, note nothing."""
+        """Note the blocks of a request, and how many of its tokens are to be filled; 0 notes nothing: vLLM computes."""
         # Not caught: the request already waits for its blocks, and would wait forever.
         self._scheduling.allocated(request, tuple(blocks.get_block_ids()[0]), num_external_tokens)
 
@@ -191,8 +191,7 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
 
         There are at least `ConnectorSettings.least_rows` rows, and exactly as many while the server is idle; but none
         in the step that computes a filled request's first token, which other fillings would delay. Each filling is
-        handed out once. `ended` has the requests that have ended and those to be given up, in order of their
-        ids. Exceptions are not caught, and end vLLM.
+        handed out once. `ended` has the requests that have ended and those to be given up, in order of their ids.
         """
         scheduled = int(scheduler_output.total_num_scheduled_tokens)
         left = self._step_tokens - scheduled
@@ -214,7 +213,7 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
     def update_connector_output(self, connector_output: ConnectorOutput) -> None:
         """Take the workers' results, and note the requests that are filled or given up.
 
-        Either may be missing. A mistake in it is logged and not raised, because vLLM would end its engine.
+        Either may be missing.
         """
         sent = connector_output.kv_connector_worker_meta
         self._safely(
@@ -229,14 +228,14 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[bool, dict[str, FillReport] | None]:
         """Forget a request; return False, because vLLM may free the blocks, and `messages.FIELD` → report.
 
-        The answer carries the report. None instead for a request without a message of this package.
+        The answer carries the report. None instead for a request that is not of this package, or was forgotten before.
         """
         return False, self._safely(None, lambda: self._scheduling.finished(request))
 
     def request_finished_all_groups(
         self, request: EngineRequest, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, FillReport] | None]:
-        """Return (False, statistics) as `request_finished`; vLLM calls this if layers may be in several groups."""
+        """Return (False, report) as `request_finished`; vLLM calls this if layers may be in several groups."""
         return self.request_finished(request, [])
 
     # -- workers ------------------------------------------------------------------------------------------------------
@@ -270,7 +269,7 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
         """Do nothing: captures are stored in the background."""
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Return None, and the ids of requests that are filled, left to vLLM or given up, each once; None if empty."""
+        """Return (None, ids of requests that are filled, left to vLLM or given up, each once), or (None, None)."""
         return None, self._workers.finished() or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
@@ -278,17 +277,17 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
         return self._workers.failed_blocks()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """Return reports and running captures as `WorkerOutput`; None if nothing has changed."""
+        """Return new reports and the running captures as `WorkerOutput`; None if there is no change since last time."""
         result = self._safely(None, lambda: self._workers.take_result())
         return None if result is None else WorkerOutput(result)
 
     # -- both ---------------------------------------------------------------------------------------------------------
 
     def get_kv_connector_stats(self) -> StoreCounts | None:
-        """Return running totals of the store, if they have changed, and reports of filled requests; None without any.
+        """Return running totals of the store, if they have changed since the last call; None if there is nothing new.
 
-        The scheduler's side also returns corrections to vLLM's own statistics, if they have changed, and each report
-        once. Of the workers only the first one returns totals.
+        The scheduler's side also returns changed corrections to vLLM's own statistics, and each report of a filled
+        request once. Of the workers only the first one returns anything.
         """
         return self._safely(None, self._new_counts)
 
@@ -309,7 +308,7 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, object] | None = None) -> StoreCounts:
-        """Return the counts that have arrived in the API server, `StoreCounts.data`, as an object."""
+        """Return the counts that have arrived in the API server, `StoreCounts.data`, as an object; None: no counts."""
         return StoreCounts(data or {})
 
     @classmethod

@@ -56,7 +56,7 @@ class _LookUp:
 
 
 class StatsCorrections:
-    """Corrections of one scheduler as running totals, see `messages.Corrections`."""
+    """Corrections of one scheduler as running totals, see `messages.Corrections`; `name` is the id of a request."""
 
     def __init__(self) -> None:
         self._look_ups: dict[str, _LookUp] = {}
@@ -64,7 +64,7 @@ class StatsCorrections:
         self._idle: set[str] = set()  # requests in idle time that have not begun to run
 
     def arrived_idle(self, name: str) -> None:
-        """Note a request in idle time: it counts in none of vLLM's numbers of waiting requests."""
+        """Note a request in idle time: until it is scheduled, no number of waiting requests counts it."""
         self._idle.add(name)
 
     def scheduled(self, names: Collection[str]) -> None:
@@ -82,9 +82,9 @@ class StatsCorrections:
         self._totals["queries"] -= look_up.queries
 
     def ended(self, name: str, reused: CountReused | None = None) -> None:
-        """Count the look-up of a request again, whose filling has ended; does nothing if that was done before.
+        """Count a request's look-up again once its filling has ended, and correct vLLM's statistics of its prompt.
 
-        `reused` counts the tokens of its prompt that were reused; None if none was.
+        `reused` counts the reused tokens of its prompt; None if none was. Does nothing unless `allocated` counted it.
         """
         look_up = self._look_ups.pop(name, None)
         if look_up is None:

@@ -63,9 +63,9 @@ class FillMemory:
 
     @classmethod
     def of(cls, config: VLLMConfig, settings: ConnectorSettings, *, gpu_bytes: int) -> Self:
-        """Return the sizes for a model; `total` is what its longest prompts need, limited to a share of the GPU.
+        """Return the sizes for a model; `total` is what one or two (`fill_at_once`) of its longest prompts need.
 
-        The limit is a tenth of the GPU's memory (`gpu_bytes`), or up to a quarter if a single prompt of the longest
+        It is limited to a tenth of the GPU's memory (`gpu_bytes`), or up to a quarter if a single prompt of the longest
         kind needs it. `context` is vLLM's `max_model_len`. Nothing is allocated here, see `reserve`.
         """
         ranks = config.parallel_config.tensor_parallel_size
@@ -97,7 +97,7 @@ class FillMemory:
     def longest(self) -> int | None:
         """Return the most tokens of a prompt that can be filled even if all of it is computed; None without a limit.
 
-        No chunk of it may be longer than a pass.
+        It is at most `context`, and no chunk of it may be longer than a pass.
 
         >>> FillMemory(10, 10, 5, total=1000).longest()
         40
@@ -187,7 +187,7 @@ class FillBudget:
         self._filling.pop(request, None)
 
     def stored(self, capturing: Collection[str]) -> None:
-        """Count a capture no longer if it is not under way, and no filling that is counted will make it."""
+        """Count a capture no longer if it is not under way (`capturing`), and no counted filling will make it."""
         expected = {segment for size in self._filling.values() for segment in size.captured}
         kept = expected.union(capturing)
         self._captured = {

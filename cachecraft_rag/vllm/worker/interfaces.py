@@ -136,7 +136,7 @@ class LoRAManager(Protocol):
     lora_index_to_id: Sequence[int | None]  # adapters by their place on the device
 
     def get_adapter(self, adapter_id: int) -> object | None:
-        """Return the weights of a loaded adapter."""
+        """Return the weights of an adapter; None if it is not loaded."""
 
     def set_adapter_mapping(self, mapping: LoRAMapping) -> None:
         """Set the adapters of the rows of the next forward."""
@@ -155,7 +155,7 @@ class TextModel(Protocol):
         """Yield the weights."""
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
-        """Return the embeddings `[rows, hidden]` of token ids, int64 `[rows]`."""
+        """Return the embeddings `[rows, hidden]` of token ids, int32 or int64 `[rows]`."""
 
 
 class VLLMModule(Protocol):

@@ -61,7 +61,7 @@ class RotaryTable:
     form: RotationForm
 
     def tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return cos and sin at `positions`, int64 `[tokens]`, each `[tokens, rotary_dim]`.
+        """Return cos and sin at `positions`, int64 `[tokens]`, each `[tokens, rotary_dim]` in `dtype`.
 
         Without a module, `rotary_dim` is 0.
         """
@@ -142,10 +142,10 @@ class WorkerLayer:
         return None if self.order is None else torch.argsort(self.order)
 
     def run(self, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Run the layer with raw queries and keys and return its output; arguments as in `VLLMLayerCall.run`.
+        """Run the layer with raw queries and keys on `hidden`, `[streams, rows, hidden]`; return its output, alike.
 
-        `attend` takes queries, keys and values `[rows, heads · head_dim]` in place of vLLM's attention, in the model's
-        own order of dimensions, and returns the result in the form of the queries.
+        It may overwrite `hidden`. `positions` are int64 `[rows]`. `attend` takes queries, keys and values `[rows, heads
+        · head_dim]`, in the model's own order of dimensions, and returns the result in the form of the queries.
         """
         with _attention_calls(self.attention, attend):
             return self.call.run(hidden, positions)
@@ -186,8 +186,8 @@ def survey_layers(
 
     Layers that rotate alike share a table; so do layers that do not rotate, whose table has no `module`. Every layer
     runs three times over a few rows up to its attention, and is unchanged afterwards. Every rank has to call this,
-    because norms of queries and keys may be computed by all ranks together. Raises SurveyError with the reason if they
-    cannot run outside of vLLM's forward.
+    because norms of queries and keys may be computed by all ranks together. Raises SurveyError with the reason if
+    passes cannot compute them.
 
     Args:
         modules: the model's layers, in order.
@@ -231,9 +231,9 @@ def survey_transformers_layers(
     embed: Callable[[Tensor], Tensor],
     forward_context: Callable[[], AbstractContextManager[None]],
 ) -> tuple[list[WorkerLayer], Sequence[RotaryKind], Sequence[int]]:
-    """Same as `survey_layers`, for a model that vLLM runs with the layers of transformers.
+    """Return layers, kinds of rotation and each layer's kind, as `survey_layers`, for layers of transformers.
 
-    Every rank has to call this, because the model's own forward runs over a few tokens.
+    Every rank has to call this, because the model's own forward runs over a few tokens. Raises SurveyError likewise.
 
     Args:
         model: the model without its head.

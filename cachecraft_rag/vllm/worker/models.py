@@ -41,7 +41,7 @@ def model_of(vllm_config: VLLMConfig) -> VLLMModule | None:
 
 
 def text_part(model: VLLMModule) -> TextModel:
-    """Return the language model inside a multimodal model; any other model is its own."""
+    """Return the language model inside a multimodal model; any other model itself."""
     language_model = getattr(model, "get_language_model", None)
     return cast(TextModel, model if language_model is None else language_model())
 

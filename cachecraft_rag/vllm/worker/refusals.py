@@ -50,8 +50,9 @@ def _of_ranks(config: VLLMConfig) -> Refusal | None:
 def request_refusal(request: EngineRequest, *, is_audit: bool = False) -> str:
     """Return the reason why vLLM computes this request without chunk-caches; "" if it can be filled from them.
 
-    Requests of this package pass here as well: of the self-check, of priming, and of audits. Those of the self-check,
-    and answers to be audited, ask for log-probabilities; `is_audit` is True only for an audit's own pass.
+    Refused are requests without text to generate, with embeddings, images, sound or videos, and for log-probabilities
+    of the prompt. Requests of this package are checked as well: those of the self-check, and answers to be audited, ask
+    for log-probabilities; only an audit's own pass (`is_audit`) is filled all the same.
 
     A new reason is a sentence here and under "Per request" in docs/reference/vllm.md. What it reads of vLLM's request
     is declared in `interfaces`, in `USES` of `benchmarks/vllm_contract.py`, and in the stand-ins of `request_of` in

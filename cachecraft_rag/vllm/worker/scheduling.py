@@ -96,7 +96,7 @@ class Pending:
 
     @property
     def owner(self) -> Owner:
-        """Tenant and adapter: chunk-caches serve only requests that have the same two."""
+        """(tenant or "", adapter or None): chunk-caches serve only requests that have the same two."""
         return ("" if self.ask is None else self.ask.namespace, self.adapter)
 
     def computes_no_longer(self) -> None:
@@ -106,7 +106,7 @@ class Pending:
 
 
 class Scheduling:
-    """The scheduler's side of one server.
+    """The scheduler's side of one server, for vLLM's scheduler thread.
 
     Args:
         block_size: tokens per vLLM block.
@@ -249,7 +249,7 @@ class Scheduling:
         Args:
             request: the request.
             blocks: ids of all blocks of the request.
-            tokens: number of tokens to be filled; 0 if vLLM computes the prompt, which notes nothing.
+            tokens: number of tokens to be filled, as `matched` returned; 0 if vLLM computes the prompt: notes nothing.
         """
         self._short.discard(request.request_id)
         known = self._known.get(request.request_id)
@@ -315,7 +315,7 @@ class Scheduling:
         return fills
 
     def take_captures_awaited(self) -> bool:
-        """Return True if a request has waited for captures since the last call, which resets this."""
+        """Return True if a request has waited for captures, or their memory, since the last call, which resets this."""
         is_awaited = self._captures_awaited
         self._captures_awaited = False
         return is_awaited
@@ -370,7 +370,7 @@ class Scheduling:
             self._budget.give_back(name)
 
     def computes_first_token(self, scheduled: Collection[str]) -> bool:
-        """Return True if a request of this step was filled and waits for its first token; each counts once."""
+        """Return True if a filled request, not idle work, computes its first token in this step; each counts once."""
         found = self._first_tokens.intersection(scheduled)
         self._first_tokens -= found
         return bool(found)

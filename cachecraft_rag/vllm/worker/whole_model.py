@@ -69,10 +69,10 @@ class VLLMForward:
         self.gives_raw = False  # until `check_raw_keys` has found no difference
 
     def run(self, ids: Tensor, positions: Tensor, whole_pass: WholePass, layers: int) -> None:
-        """Run rows through the first layers, see `compute.stack.WholeModel`.
+        """Run rows through the first `layers` layers; the last one writes keys and values, and attends to nothing.
 
-        With several ranks, all of them have to call it. After an error of the pass, layers continue with zeros, because
-        other ranks wait for their sums.
+        `ids` and `positions` are int64 `[rows]`. With several ranks, all of them have to call it. After an error of the
+        pass, layers continue with zeros, because other ranks wait for their sums; then it is raised.
         """
 
         def attend(index: int, states: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
@@ -85,7 +85,7 @@ class VLLMForward:
         self._run(ids, positions, attend, layers)
 
     def run_raw(self, ids: Tensor, layer_pass: LayerPass, layers: int) -> None:
-        """Run rows at position 0 through the first layers, see `compute.stack.WholeModel` and `run`."""
+        """Run rows at position 0; each of the layers calls `layer_pass.attend` with raw queries and keys. See `run`."""
 
         def attend(index: int, states: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
             layer = self._layers[index]
@@ -215,7 +215,8 @@ def _attention_of_pass(
 def check_whole_model(stack: WorkerStack, model: WholeModel) -> str:
     """Compute a small prompt with and without the model's own forward; return how they differ, or "" if they agree.
 
-    The prompt has a stored chunk whose drift is corrected. With several ranks, all of them have to call it.
+    Also returns a reason if a call takes too few rows for the prompt, which has a stored chunk with drift correction.
+    All ranks have to call it. Unsets `stack.whole_model`.
     """
     if model.most_rows < _BOUNDS[-1]:  # the checks would run layer by layer, too
         return (
@@ -237,10 +238,10 @@ def check_whole_model(stack: WorkerStack, model: WholeModel) -> str:
 
 @torch.inference_mode()
 def check_raw_keys(stack: WorkerStack, model: WholeModel, *, last: int) -> str:
-    """Compute and capture a small prompt with and without the model's own forward; otherwise as `check_whole_model`.
+    """Compute and capture a small prompt with and without the model's own forward; return how they differ, or "".
 
     Also returns a reason if something other than the rotary embedding depends on positions, which are all 0 there;
-    `last` is the model's last position.
+    `last` is the model's last position. All ranks have to call it. Unsets `stack.whole_model` and `model.gives_raw`.
     """
     reason = _dependence_on_positions(stack, last)
     reasons = stack.ranks.agree(frozenset((reason,) if reason else ()))

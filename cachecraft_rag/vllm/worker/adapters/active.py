@@ -16,7 +16,7 @@ from cachecraft_rag.vllm.worker.interfaces import LoRAManager, LoRAMapping, VLLM
 
 
 class Adapters:
-    """The adapters of a worker's model; it has none if LoRA is off. At first no adapter is active.
+    """The adapters of a worker's model. At first no adapter is active. If LoRA is off, `use` does nothing.
 
     Attributes:
         most_rows: most rows of a pass with an adapter.
@@ -62,7 +62,10 @@ class Adapters:
         manager.set_adapter_mapping(_mapping(adapter.number, rows))
 
     def refusal(self, adapter: Adapter, rows: int) -> str:
-        """Return why a pass of so many rows cannot use an adapter; "" if it can. The same on all ranks."""
+        """Return why a pass of so many rows cannot use an adapter, alike on all ranks; "" if it can.
+
+        It has to be loaded, and its fingerprint to be that of the first check after it was loaded.
+        """
         manager = self._manager
         loaded = None
         if manager is not None and adapter.number in manager.lora_index_to_id:
