@@ -138,7 +138,8 @@ class Origins:
         """Capture the chunks of a question that is measured next; with the origin "stream" do nothing.
 
         Chunks that are stored already are not captured again. With the origin "documents", the documents of the
-        passages are primed, each once; chunks that do not fit a pass are left out.
+        passages are primed, each once; chunks that do not fit a pass are left out, and chunk-caches that no question of
+        the data set asks for are removed.
         """
         if self.condition.primes_documents:
             for chunk in question.passages:
