@@ -83,7 +83,7 @@ class Retriever:
         return self.index.documents()
 
     def remove_documents(self, names: Iterable[str]) -> RemovalReport:
-        """Remove documents with the chunk-caches of their chunks, see `index.removal.remove_documents`; files stay."""
+        """Remove documents by `doc_id`, or all below `docs/`, and chunk-caches, not files; see `index.removal`."""
         return remove_documents(self.index, names, caches=self.caches)
 
 

@@ -103,11 +103,7 @@ class CalibrationSettings:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """The result of one α.
-
-    recomputed  share of chunk tokens recomputed or computed, the mean over questions
-    quality     the mean of the metric with its 90 % interval: above the lower end lies the mean with 95 % confidence
-    """
+    """The result of one α: the mean share of chunk tokens recomputed or computed, and the quality (90 % interval)."""
 
     alpha: float
     recomputed: float
@@ -183,7 +179,6 @@ def calibrate(
 
     Args:
         engine: from `runner.open_engine`, with an empty store; its config says how tokens are selected.
-        dataset: the questions to calibrate on.
         settings: the quality to keep. With the metric f1 full prefill must answer a question, or a ConfigError follows.
         folder: of the measurements, from which a stopped calibration resumes; None keeps them in memory only.
             Measurements in it with other settings or questions, or damaged ones, are discarded.

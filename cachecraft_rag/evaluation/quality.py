@@ -66,7 +66,6 @@ class PositionGroup:
 class QualityReport:
     """The audits of a store, summed up. Answers whose chunks were all exact are counted, and are in no group.
 
-    Groups are sorted by name, or by place; empty ones are left out.
 
     exact            answers whose chunks were all exact, so that nothing was compared
     overall          all answers that were compared; None if there are none
@@ -95,7 +94,7 @@ class QualityReport:
 
 
 def summarise_audits(audits: Sequence[Audit], *, worst: int = WORST) -> QualityReport:
-    """Return the summary of audits, over all and in the groups of `QualityReport`.
+    """Return the summary of audits, over all and in groups, which are sorted by name or place; empty ones are left out.
 
     Exact answers are only counted. At most `worst` (0 or more) answers that differ are listed, the worst first.
     """

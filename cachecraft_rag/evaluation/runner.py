@@ -208,7 +208,6 @@ def evaluate(
     Args:
         engine: from `open_engine`, with an empty store. Every run captures its chunk-caches; with the origin "stream"
             also those of questions that an earlier run has measured.
-        dataset: the questions.
         settings: what is measured, and how chunks are captured.
         log: the open log, made with `settings.describe(engine, dataset)`.
         progress: called with the number of measurements so far and in all, and what is done now.

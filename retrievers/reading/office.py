@@ -1,7 +1,9 @@
 """Word, PowerPoint, Excel and EPUB files as Markdown, within a limit of what they unpack to.
 
-Libraries read them (the extra `office`): mammoth .docx, python-pptx .pptx, python-calamine .xlsx. All but
-workbooks become HTML, which `markup` converts, so that tables, lists and struck-out text are treated alike.
+Libraries read them (the extra `office`): mammoth .docx, python-pptx .pptx, python-calamine .xlsx. All but workbooks
+become HTML, which `markup` converts, so that tables, lists and struck-out text are treated alike. Converters raise
+FormatError for a file that is no ZIP archive or unpacks to more than `MOST_UNPACKED` (256 MiB), and whatever the
+libraries raise; `parsing` makes a DocumentError of both.
 """
 
 from __future__ import annotations
@@ -284,8 +286,7 @@ def _shape_html(shape: Any) -> str:
 def xlsx_to_markdown(data: bytes) -> Reading:
     """Return a heading for each visible sheet and its rows as paragraphs of `column: value` lines.
 
-    The first row names the columns (`rows_to_text`). Formulas give the values that were saved with them. Raises what
-    the library raises; `parsing` makes a DocumentError of it.
+    The first row names the columns (`rows_to_text`). Formulas give the values that were saved with them.
     """
     from python_calamine import CalamineWorkbook, SheetTypeEnum, SheetVisibleEnum
 
