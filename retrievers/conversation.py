@@ -42,7 +42,9 @@ def search_texts(question: str, history: Sequence[Turn] = ()) -> tuple[str, ...]
     questions = [text.strip() for role, text in history if role == "user" and text.strip()]
     earlier = " ".join(questions[-_QUESTIONS:])
     if len(earlier) > _LETTERS:
-        earlier = earlier[-_LETTERS:].partition(" ")[2]  # from the next whole word on
+        end = earlier[-_LETTERS:]
+        # from the next whole word on; Chinese and Japanese have no spaces
+        earlier = end.partition(" ")[2] or end
     return (question, f"{earlier} {question}") if earlier else (question,)
 
 
