@@ -208,6 +208,7 @@ class CacheCraftVectorStore(Closeable, DocumentVectorStore):
         self._evictions.finish(self.index)
         if self._owns_index:
             self.index.close()
+            self._evictions = Evictions(None)  # a second call finds nothing to delete
 
     @property
     def embeddings(self) -> Embeddings:

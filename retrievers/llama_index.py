@@ -392,6 +392,7 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closeable):
             self._evictions.finish(self._store)
         if self._owned and self._store is not None:
             self._store.close()
+            self._evictions = Evictions(None)  # a second call finds nothing to delete
 
     def _opened(self, dim: int) -> FaissStore:
         with self._opening:
