@@ -175,9 +175,8 @@ class Embedder:
         """The text `name@digest`, to tell embedding models apart; computed at the first use, then kept.
 
         The digest covers the weights, the settings of all modules such as pooling, the transformer's own `config.json`
-        (not that of a transformer within another module), the limit of tokens, the prompts and a fast tokenizer. It is
-        computed from the weights in memory, not from their files, so that a folder, a wheel and the hub give the same
-        digest. The transformer's settings are read from its file: in memory, they change with the library's version.
+        (not that of a transformer within another module), the limit of tokens, the prompts and a fast tokenizer. A
+        folder, a wheel and the hub give the same digest.
         """
         import torch
 
@@ -194,7 +193,7 @@ class Embedder:
             state.update(
                 repr((name, type(module).__name__, sorted(config.items(), key=str))).encode()
             )
-        for settings in self._transformer_settings:
+        for settings in self._transformer_settings:  # in memory they change with the library
             state.update(json.dumps(settings, sort_keys=True).encode())
         state.update(repr((self.limit, sorted((self._model.prompts or {}).items()))).encode())
         if self._tokenizer is not None:

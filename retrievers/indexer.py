@@ -279,7 +279,10 @@ def _contains(root: str, folder: str) -> bool:
 
 
 class _Run:
-    """The state of a run: documents waiting to be embedded together, and the results so far."""
+    """The state of a run: documents waiting to be embedded together, and the results so far.
+
+    `root` is the folder that a document belongs to, or ""; `content` the digest of its content and the settings.
+    """
 
     def __init__(
         self,

@@ -88,7 +88,7 @@ class Retriever:
 
 
 def open_index(root: str | os.PathLike[str], embedder: EmbeddingModel) -> FaissStore:
-    """Open the index in the folder `index` inside the store folder `root`, or make it; the caller closes it."""
+    """Open or make the index in `root/index`; the caller closes it. IndexStoreError if another model made it."""
     return FaissStore.open(
         Path(root) / INDEX_FOLDER, dim=embedder.dim, embedder_fingerprint=embedder.fingerprint
     )

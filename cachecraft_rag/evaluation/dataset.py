@@ -84,7 +84,8 @@ def load_dataset(
     are drawn from the same document or question, and from other documents only if there are too few (not where
     `SourceQuestion.fill` is False, as for a retriever's own lists). Passages longer than about `chunk_tokens` tokens of
     4 bytes (None: `QuestionFile.passage_tokens`) are split. A question's passages and their order depend on the seed
-    and the question, not on the limit, unless the file has more than `OTHER_DOCUMENTS` others.
+    and the question, not on the limit, unless the file has more than `OTHER_DOCUMENTS` others. `format` is a name of
+    `FORMATS` (None: recognised).
     """
     source = read(path, format)
     if chunk_tokens is not None:

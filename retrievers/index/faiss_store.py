@@ -318,8 +318,8 @@ class FaissStore(Closeable):
         memory up to date with the database; the first one of a process reads the index file.
 
         Args:
-            vector: `[dim]`, of unit length for cosine scores. Or an array of several, `[vectors, dim]`: a chunk's
-                score is that of the vector it is most similar to.
+            vector: `[dim]`, of unit length for cosine scores; IndexStoreError as for `upsert`. Or a NumPy array of
+                several, `[vectors, dim]`: a chunk's score is that of the vector it is most similar to.
             k: most hits, at least 1.
             where: only chunks with an owner whose metadata has these values (1 is not True) or passes these comparisons
                 (`{"page": {"$in": [1, 2]}}`, see `OPERATORS`), or for whose metadata the function returns true; the hit

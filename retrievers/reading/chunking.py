@@ -53,7 +53,7 @@ class _Measure:
     model: ModelTokens | None
 
     def size(self, text: str) -> int:
-        """Return the tokens of a text, or any number above the limit."""
+        """Return a text's tokens, at least a 12th of its characters, scaled if `model` allows fewer than `limit`."""
         by_length = -(-len(text) // CHARACTERS_PER_TOKEN)
         # At every cut the splitter measures the whole rest of a long line: counting its tokens would be quadratic.
         if by_length > self.limit:

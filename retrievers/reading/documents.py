@@ -92,8 +92,7 @@ def read_text(path: Path, data: bytes) -> Reading:
 def parsing(name: str) -> Iterator[None]:
     """Turn any exception of a parser into a `DocumentError` that names the document; our own errors pass unchanged.
 
-    Documents are untrusted: one page must not end a run, whether it triggers a bug, a parser's limit, Python's
-    recursion limit or a MemoryError.
+    Python's recursion limit and a MemoryError too: documents are untrusted, and none may end a run.
     """
     try:
         yield

@@ -48,7 +48,7 @@ def require_reader(suffix: str) -> None:
 
 
 def docx_to_markdown(data: bytes) -> Reading:
-    """Return the text of a Word file with its headings, lists, tables, equations and choices, but no pictures."""
+    """Return a Word file's text with headings, lists, tables, equations and drop-down choices, but no pictures."""
     import mammoth
 
     written, has_hidden = _written_out(data)
@@ -221,7 +221,7 @@ class _Lists:
         self._begun: set[tuple[str, int]] = set()
 
     def next_number(self, properties: Any) -> int | None:
-        """Return the number in its list of the paragraph with these properties, or None if it is in none."""
+        """Count a paragraph with these properties; return its number in its list, or None if it is in none."""
         style = _value(properties.find(f"{_WORD}pStyle"))
         place = _list_and_level(properties) or self._of_style.get(style)
         if place is None or place[0] not in self._kinds:
