@@ -32,7 +32,7 @@ def search_texts(question: str, history: Sequence[Turn] = ()) -> tuple[str, ...]
     """Return the texts to search for: the question, and for a follow-up also the questions before it and the question.
 
     Of the user's earlier turns (blank ones do not count) the last two are used, and of these the last 600 characters,
-    from a whole word on.
+    from a whole word on if they have a space.
 
     >>> search_texts("How often is it descaled?")
     ('How often is it descaled?',)

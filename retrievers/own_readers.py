@@ -80,8 +80,8 @@ def identity(part: object) -> str:
 def read(reader: object, path: Path, doc_id: str) -> Document | None:
     """Return the document that a reader makes of a file; None if it leaves the file to the built-in readers.
 
-    Of several parts the texts are joined by blank lines, and only metadata that all have alike is kept; `format` is
-    "markdown" unless they say another. Raises OwnReaderError if it raises, or returns something other than texts or
+    Of several parts the texts are joined by blank lines, and only scalar metadata that all have alike is kept; `format`
+    is "markdown" unless they say another. Raises OwnReaderError if it raises, or returns something other than texts or
     documents; DocumentError for no text.
     """
     given = _called("reader", _read, reader, path, doc_id)

@@ -117,7 +117,7 @@ class Trial:
 
     @property
     def config(self) -> ReuseConfig:
-        """Settings of reuse for this trial; the engine chooses the ratio of a method that takes one if it is None."""
+        """Settings of reuse for this trial; if the method takes a ratio and `ratio` is None, the engine chooses one."""
         config = self.method.config(self.ratio or 0.0)
         if self.method.takes_ratio and self.ratio is None:
             return replace(config, recompute_ratio=None)

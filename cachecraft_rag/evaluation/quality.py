@@ -66,7 +66,6 @@ class PositionGroup:
 class QualityReport:
     """The audits of a store, summed up. Answers whose chunks were all exact are counted, and are in no group.
 
-
     exact            answers whose chunks were all exact, so that nothing was compared
     overall          all answers that were compared; None if there are none
     by_origin        by how their chunks were captured: primed, asked (while answering), or mixed

@@ -303,7 +303,7 @@ def summarise(
 
 
 def full_answers(report: Report) -> str:
-    """Return a sentence: how many of full prefill's answers are right, and their F1; or “no gold answers”."""
+    """Return a sentence: how many of full prefill's answers are right, and their F1; or that there are no gold ones."""
     if report.full_right is None:
         return "The data has no gold answers, so no answer is right or wrong, and there is no F1."
     right = report.full_right

@@ -117,8 +117,8 @@ def open_engine(
     """Open an engine for the block, with an empty store in a hidden folder inside `folder` that is removed afterwards.
 
     The engine keeps the order of the passages (`best_last=False`), and up to `VARIANTS_PER_CHUNK` variants of a chunk.
-    `kind` is the class of the store, for experiments that change its look-ups; `reuse` its settings of reuse (None: the
-    default ones). The other arguments are those of `EngineConfig`.
+    `kind` is the class of the store, for experiments that change its look-ups; `reuse` are the engine's settings of
+    reuse (None: the defaults). The other arguments are those of `EngineConfig`.
     """
     from cachecraft_rag.engine.engine import Engine
     from cachecraft_rag.model.decoder import Decoder

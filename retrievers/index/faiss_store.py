@@ -97,7 +97,7 @@ class IndexStats:
 class FaissStore(Closeable):
     """Chunks with their vectors and owners in a folder; threads and processes may share it.
 
-    Open it with `FaissStore.open`, close it with `close` or a `with` block. Every method is one transaction: it happens
+    Open it with `FaissStore.open`, close it with `close` or a `with` block. Every change is one transaction: it happens
     as a whole or not at all. `dim` is the width of the vectors, `embedder` the fingerprint of the model that made them.
 
     Every method except `close` raises `IndexStoreError` once the store is closed, or if its database cannot be read or,
@@ -215,7 +215,7 @@ class FaissStore(Closeable):
         document holds.
 
         Args:
-            vectors: as in `upsert`.
+            vectors: as in `upsert`, but a chunk that `keys` replace in its last place gets the new vector.
             keys: the caller's names for these places, one each, no two alike; a place that has one of them already, in
                 whatever document, is removed first, and so is another document that has no place left then.
         """
