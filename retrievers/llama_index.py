@@ -220,8 +220,8 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closeable):
     def add(self, nodes: Sequence[BaseNode], **kwargs: object) -> list[str]:
         """Add nodes with their embeddings, or replace those with the same ids; returns the node ids, in their order.
 
-        The nodes of each document are one transaction; documents before an error stay, such as LlamaIndex's ValueError
-        for a node without an embedding. Chunk-caches of replaced nodes, and those of an earlier `delete`, are deleted
+        The nodes of each document are one transaction; documents before an error (such as LlamaIndex's ValueError for a
+        node without an embedding) stay. Chunk-caches of replaced nodes, and those of an earlier `delete`, are deleted
         if no node in the index has their text any more; if that fails (StoreError, ServerError), the nodes were added.
         The options `batch_size` and `show_progress` are accepted and ignored.
         """

@@ -84,7 +84,7 @@ def split(
 
     Args:
         count_tokens: returns the embedding model's tokens of a text, special tokens included.
-        limit: most tokens of a chunk, at least `SMALLEST_LIMIT`; it has at most 12 times as many characters.
+        limit: most tokens of a chunk, at least `SMALLEST_LIMIT` (16); it has at most 12 times as many characters.
         model: bounds a chunk by another model's tokens too: one unknown token here may be thousands there.
     """
     if limit < SMALLEST_LIMIT:
