@@ -31,7 +31,8 @@ _LETTERS = 600
 def search_texts(question: str, history: Sequence[Turn] = ()) -> tuple[str, ...]:
     """Return the texts to search for: the question, and for a follow-up also the questions before it and the question.
 
-    Of the user's earlier turns the last two are used, and of these the last 600 characters, from a whole word on.
+    Of the user's earlier turns (blank ones do not count) the last two are used, and of these the last 600 characters,
+    from a whole word on if they have a space.
 
     >>> search_texts("How often is it descaled?")
     ('How often is it descaled?',)
@@ -41,7 +42,9 @@ def search_texts(question: str, history: Sequence[Turn] = ()) -> tuple[str, ...]
     questions = [text.strip() for role, text in history if role == "user" and text.strip()]
     earlier = " ".join(questions[-_QUESTIONS:])
     if len(earlier) > _LETTERS:
-        earlier = earlier[-_LETTERS:].partition(" ")[2]  # from the next whole word on
+        end = earlier[-_LETTERS:]
+        # from the next whole word on; Chinese and Japanese have no spaces
+        earlier = end.partition(" ")[2] or end
     return (question, f"{earlier} {question}") if earlier else (question,)
 
 
@@ -55,7 +58,7 @@ def turn_before(history: Sequence[Turn]) -> tuple[str, Sequence[Turn]] | None:
 
 
 def prefer(hits: Iterable[SearchHit], chunk_ids: Collection[str], top_k: int) -> list[SearchHit]:
-    """Return the best `top_k` hits, best first; hits of `chunk_ids` are ranked as if their score were `TIE` higher.
+    """Return the best `top_k` hits, best first; those of `chunk_ids` are ranked as if they scored `TIE` (0.02) higher.
 
     >>> hits = [SearchHit("a", 0.50, "", {}), SearchHit("b", 0.49, "", {}), SearchHit("c", 0.40, "", {})]
     >>> [hit.chunk_id for hit in prefer(hits, {"b", "c"}, 2)]
@@ -80,7 +83,8 @@ def search(
 
     A follow-up also repeats the search of the turn before, whose `top_k` chunks are preferred (see `prefer`). Of a
     question in several parts (`parts_of`) each one is searched for, and a chunk's score is that of the part it is most
-    similar to. `encode` returns vectors `[texts, dim]` of texts, and is called once.
+    similar to. `encode` returns vectors `[texts, dim]` of texts, and is called once; `where` is as in
+    `FaissStore.search`.
     """
     asked: list[tuple[str, Sequence[Turn]]] = [(question, history)]
     before = turn_before(history)

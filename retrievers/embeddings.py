@@ -58,7 +58,7 @@ logger = logging.getLogger("cachecraft_rag.retrievers.embeddings")
 class EmbeddingModel(Protocol):
     """An embedding model as retrieval uses it. `Embedder` is one; another may ask a service for its vectors.
 
-    Vectors are float32 `[texts, dim]` of unit length. Calls may arrive from several threads.
+    Vectors are float32 `[texts, dim]` of unit length, in the order of the texts. Calls may arrive from several threads.
     """
 
     @property
@@ -83,7 +83,7 @@ class EmbeddingModel(Protocol):
     def encode_document(
         self, texts: Sequence[str], *, progress: Callable[[Progress], None] | None = None
     ) -> NDArray[np.float32]:
-        """Return the vectors of texts to be indexed; `progress` is called after each batch."""
+        """Return the vectors of texts to be indexed; `progress` is called after each batch, with numbers of texts."""
 
     def encode_query(self, texts: Sequence[str]) -> NDArray[np.float32]:
         """Return the vectors of questions."""
@@ -137,7 +137,7 @@ class Embedder:
 
     @cached_property
     def limit(self) -> int:
-        """Most tokens of a document that the model reads: special ones included, a prompt of the model not."""
+        """Most tokens of a document that it reads (512 if it states none): special ones included, its prompt not."""
         return self._limit_after("document", "passage", "corpus")
 
     @cached_property
@@ -175,9 +175,8 @@ class Embedder:
         """The text `name@digest`, to tell embedding models apart; computed at the first use, then kept.
 
         The digest covers the weights, the settings of all modules such as pooling, the transformer's own `config.json`
-        (not that of a transformer within another module), the limit of tokens, the prompts and a fast tokenizer. It is
-        computed from the weights in memory, not from their files, so that a folder, a wheel and the hub give the same
-        digest. The transformer's settings are read from its file: in memory, they change with the library's version.
+        (not that of a transformer within another module), the limit of tokens, the prompts and a fast tokenizer. A
+        folder, a wheel and the hub give the same digest.
         """
         import torch
 
@@ -194,7 +193,7 @@ class Embedder:
             state.update(
                 repr((name, type(module).__name__, sorted(config.items(), key=str))).encode()
             )
-        for settings in self._transformer_settings:
+        for settings in self._transformer_settings:  # in memory they change with the library
             state.update(json.dumps(settings, sort_keys=True).encode())
         state.update(repr((self.limit, sorted((self._model.prompts or {}).items()))).encode())
         if self._tokenizer is not None:
@@ -210,15 +209,17 @@ class Embedder:
     ) -> NDArray[np.float32]:
         """Return unit vectors of texts to be indexed, float32 `[texts, dim]`, in the order of the texts.
 
-        Of texts longer than `limit` tokens the end is ignored; half surrogate pairs are read as "?".
+        Of texts longer than `limit` tokens the end is ignored; half surrogate pairs are read as "?". `progress` is
+        called after each batch, with the numbers of texts encoded and in all.
         """
         return self._encode(texts, "encode_document", progress)
 
     def encode_query(self, texts: Sequence[str]) -> NDArray[np.float32]:
         """Return unit vectors of questions, float32 `[texts, dim]`; models may put a prompt before questions.
 
-        A question that is too long for the model has the mean of the vectors of its parts. Of a question of more than
-        `MOST_LETTERS` (65,536) characters the middle is left out, with a warning in the log.
+        A question that is too long for the model has the mean of the vectors of its parts, each as long as the model
+        reads, scaled to unit length. Of a question of more than `MOST_LETTERS` (65,536) characters the middle is left
+        out, with a warning in the log.
         """
         _require_list(texts)
         split = [self._split(self._shortened(text), self._query_limit) for text in texts]
@@ -229,7 +230,7 @@ class Embedder:
         return unit_vectors([rows.mean(axis=0) for rows in np.split(vectors, ends[:-1])])
 
     def question_parts(self, question: str) -> list[str]:
-        """Return the question as it is searched for: whole, or in parts if it is too long for the model.
+        """Return the question as it is searched for: whole, or in distinct parts if it is too long for the model.
 
         A part is about a sentence, of at most 24 tokens; in a question of more than 1,536 tokens it is longer, at most
         what the model reads. Only the middle of a question that is far too long is left out, as in `encode_query`.
@@ -298,7 +299,7 @@ class Embedder:
 
 
 def shortened(question: str) -> str:
-    """Return a question without the middle, if it has more than `MOST_LETTERS` (65,536) characters."""
+    """Return a question of at most `MOST_LETTERS` (65,536) characters: the two ends of a longer one, on two lines."""
     if len(question) <= MOST_LETTERS:
         return question
     half = MOST_LETTERS // 2

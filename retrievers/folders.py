@@ -44,7 +44,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """The readable files of a folder, sorted by `doc_id`, and the problems with others."""
+    """The readable files of a folder, and the problems with others, both sorted by `doc_id`."""
 
     files: tuple[SourceFile, ...]
     problems: tuple[Problem, ...]
@@ -63,7 +63,7 @@ def list_files(
     link is followed if it leads to a place in the folder, or with `follow_links`; otherwise it is a problem. Each
     folder is entered once, under its own name rather than a link's, so loops end. An `opener` opens folders instead of
     their names; those that it refuses with OutsideError are problems. A `doc_id` is the POSIX path below `path`, "" for
-    `path` itself, and the name of a single file.
+    `path` itself, and the name of a single file. Raises DocumentError as `require_readable`.
     """
     root = Path(path)
     file = require_readable(root, more)
@@ -85,7 +85,10 @@ def list_files(
 
 
 def require_readable(path: Path, more: Container[str] = ()) -> SourceFile | None:
-    """Return the file at a path, or None for a folder. Raises DocumentError for anything else."""
+    """Return the file at a path, with its name as `doc_id`; None for a folder.
+
+    DocumentError for anything else: nothing, a device, or a suffix in neither `SUFFIXES` nor `more` (lower case).
+    """
     file = _found(path, printable(path.name), None, more)
     if isinstance(file, Problem):
         raise DocumentError(file.reason)

@@ -107,15 +107,13 @@ def index_folder(
 
     A doc_id is the folder's name (with a number if another folder has it), "/" and the path below it: `docs/kettle.md`.
     A path inside a folder that was indexed before belongs to that folder; a folder around earlier ones replaces their
-    documents by its own. Documents of the folder are removed if their file is gone or can no longer be parsed, and stay
-    if it cannot be opened; other documents stay, and for a single file none of another file is removed. Unchanged files
-    are not parsed. A file that was indexed twice, for a folder and for one around it, keeps one document, named as in
-    this run. Each document is one transaction: the next run completes one that was killed or ended by an error.
+    documents by its own. Documents of the folder are removed if their file is gone, leads out of the folder or can no
+    longer be parsed, and stay if it cannot be opened; other documents stay, and for a single file none of another file
+    is removed. Files are parsed only if they, the reader, the splitter or the limit of tokens changed. A file that was
+    indexed twice, for a folder and for one around it, keeps one document, named as in this run. Each document is one
+    transaction: the next run completes one that was killed or ended by an error.
 
     Args:
-        path: the folder or the file.
-        store: the index.
-        embedder: makes the vectors.
         progress: called after each file and after each batch of embeddings; `done` and `total` count files. Its errors
             pass, but an OSError or DocumentError in a batch may become a problem in the report.
         chunk_tokens: most tokens of a chunk, or the embedding model's limit if that is less; at least 16.
@@ -168,7 +166,7 @@ def index_documents(
 
     Of several documents with the same doc_id the last one stays. A document without text is added without chunks; one
     that cannot be split is a problem in the report. Documents that were written before an error stay; those that waited
-    to be embedded together are lost. The other arguments are as in `index_folder`, where `progress` counts documents.
+    to be embedded together are lost. The other arguments are as in `index_folder`; `progress` counts documents.
 
     Raises ConfigError for an item that is no `Document` that the index can keep, before anything is written;
     DocumentError if a doc_id belongs to an indexed file; and IndexStoreError if the index was made with another
@@ -281,7 +279,10 @@ def _contains(root: str, folder: str) -> bool:
 
 
 class _Run:
-    """The state of a run: documents waiting to be embedded together, and the results so far."""
+    """The state of a run: documents waiting to be embedded together, and the results so far.
+
+    `root` is the folder that a document belongs to, or ""; `content` the digest of its content and the settings.
+    """
 
     def __init__(
         self,

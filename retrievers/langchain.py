@@ -89,7 +89,7 @@ class DocumentVectorStore(VectorStore):
     ) -> list[str]:
         """Add texts as documents; `metadatas` and `ids` have one item for each text, or are None or empty.
 
-        `kwargs` are as in `add_documents`.
+        `kwargs` and the ids that it returns are as in `add_documents`.
         """
         texts = list(texts)
         check_ids(ids, len(texts), "texts")  # LangChain would leave out the texts after the last id
@@ -101,7 +101,7 @@ class DocumentVectorStore(VectorStore):
 
 
 def check_ids(ids: Sequence[str | None] | None, count: int, what: str) -> None:
-    """Raise ConfigError unless there are as many ids as texts or documents, or none."""
+    """Raise ConfigError unless there are `count` ids, or none (None or empty); `what` names the things with ids."""
     if ids and len(ids) != count:
         raise ConfigError(f"{len(ids)} ids for {count} {what}; give one for each")
 
@@ -208,6 +208,7 @@ class CacheCraftVectorStore(Closeable, DocumentVectorStore):
         self._evictions.finish(self.index)
         if self._owns_index:
             self.index.close()
+            self._evictions = Evictions(None)  # a second call finds nothing to delete
 
     @property
     def embeddings(self) -> Embeddings:
@@ -249,9 +250,9 @@ class CacheCraftVectorStore(Closeable, DocumentVectorStore):
         return names
 
     def delete(self, ids: list[str] | None = None, **kwargs: object) -> bool:
-        """Delete documents, or all of them without `ids`; returns True. Unknown ids are ignored.
+        """Delete documents, or all if `ids` is None (not if it is empty); returns True. Unknown ids are ignored.
 
-        Without ids, documents that LangChain did not add are deleted too. An id that is no document's but a chunk's
+        With None, documents that LangChain did not add are deleted too. An id that is no document's but a chunk's
         removes the chunk from every document. Chunk-caches follow with the next addition, after a minute, or at
         `close`: an upsert deletes first. Each document is one transaction.
         """
@@ -323,7 +324,6 @@ class CacheCraftVectorStore(Closeable, DocumentVectorStore):
         `cachecraft_chunk_id`.
 
         Args:
-            query: the question.
             k: most documents, at least 1.
             filter: values that the metadata must have, or comparisons of its scalar values (`{"page": {"$in": [1,
                 2]}}`: `$eq`, `$ne`, `$in`, `$nin`, `$gt`, `$gte`, `$lt`, `$lte`, and `$and`, `$or` over filters), or a

@@ -108,7 +108,7 @@ class CacheCraftEmbedding(BaseEmbedding):
         return "CacheCraftEmbedding"
 
     def to_dict(self, **kwargs: object) -> dict[str, object]:
-        """Return the settings, without device and batch size; `model` is what to load, if not `model_name`."""
+        """Return LlamaIndex's settings, none of the `Embedder`'s; `model` is what to load, if not `model_name`."""
         data: dict[str, object] = super().to_dict(**kwargs)
         source = self._embedder.source
         return data if source == self.model_name else {**data, "model": source}
@@ -220,10 +220,10 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closeable):
     def add(self, nodes: Sequence[BaseNode], **kwargs: object) -> list[str]:
         """Add nodes with their embeddings, or replace those with the same ids; returns the node ids, in their order.
 
-        The nodes of each document are one transaction; documents before an error stay. Chunk-caches of replaced nodes,
-        and those of an earlier `delete`, are deleted if no node in the index has their text any more; if that fails
-        (StoreError, ServerError), the nodes were added. The options `batch_size` and `show_progress` are accepted and
-        ignored.
+        The nodes of each document are one transaction; documents before an error (such as LlamaIndex's ValueError for a
+        node without an embedding) stay. Chunk-caches of replaced nodes, and those of an earlier `delete`, are deleted
+        if no node in the index has their text any more; if that fails (StoreError, ServerError), the nodes were added.
+        The options `batch_size` and `show_progress` are accepted and ignored.
         """
         check_names(kwargs, _HINTS)
         nodes = list(nodes)
@@ -314,7 +314,7 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closeable):
         return [*nodes, *(node for node in more if node.node_id in unknown)]
 
     def query(self, query: VectorStoreQuery, **kwargs: object) -> VectorStoreQueryResult:
-        """Return the best nodes, best first, with their scores and ids.
+        """Return the best `similarity_top_k` nodes or fewer, best first, with their scores and ids.
 
         Query modes: the default, by embedding, whose scores are cosines; and `mmr`, near the query and unlike each
         other, whose scores are those of LlamaIndex's choice and no cosines. Of nodes with equal text one is returned.
@@ -322,8 +322,9 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closeable):
 
         Args:
             query: LlamaIndex's query; its filters may be nested.
-            kwargs: for `mmr`: `mmr_threshold` (1: only near the query), and `mmr_prefetch_k`, the number of nodes to
-                choose from (default: four times as many as asked for).
+            kwargs: for `mmr`: `mmr_threshold` (1: only near the query, 0: only unlike each other; default: that of the
+                query, else 0.5), and `mmr_prefetch_k`, the number of nodes to choose from (default: four times as many
+                as asked for).
         """
         check_names(kwargs, ("mmr_prefetch_k", "mmr_threshold"))
         if query.mode not in (VectorStoreQueryMode.DEFAULT, VectorStoreQueryMode.MMR):
@@ -391,6 +392,7 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closeable):
             self._evictions.finish(self._store)
         if self._owned and self._store is not None:
             self._store.close()
+            self._evictions = Evictions(None)  # a second call finds nothing to delete
 
     def _opened(self, dim: int) -> FaissStore:
         with self._opening:

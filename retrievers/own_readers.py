@@ -48,17 +48,17 @@ class OwnReaders:
         return suffix in self._readers or "" in self._readers
 
     def of(self, path: Path) -> object | None:
-        """Return the reader for a file, or None."""
+        """Return the reader for the file's suffix, in any case, or else the one for all files; None without either."""
         return self._readers.get(path.suffix.lower(), self._readers.get(""))
 
 
 def require_splitter(splitter: object) -> None:
-    """Raise ConfigError if an object is no splitter."""
+    """Raise ConfigError unless an object can be called, or has `split_text` or `get_nodes_from_documents`."""
     _require("splitter", splitter, _SPLITTING, "a text")
 
 
 def identity(part: object) -> str:
-    """Return the name and the plain settings of a reader or splitter: if one changes, documents are read again.
+    """Return name and plain settings of a reader or splitter ("" for None): if one changes, documents are read again.
 
     The code of a function is no part of it, but its attributes are: `read.version = 2` makes it another one.
     """
@@ -80,8 +80,9 @@ def identity(part: object) -> str:
 def read(reader: object, path: Path, doc_id: str) -> Document | None:
     """Return the document that a reader makes of a file; None if it leaves the file to the built-in readers.
 
-    Of several parts, only metadata that all have alike is kept. Raises OwnReaderError if it raises, or returns
-    something other than texts or documents; DocumentError for no text.
+    Of several parts the texts are joined by blank lines, and only scalar metadata that all have alike is kept; `format`
+    is "markdown" unless they say another. Raises OwnReaderError if it raises, or returns something other than texts or
+    documents; DocumentError for no text.
     """
     given = _called("reader", _read, reader, path, doc_id)
     if given is None:
@@ -107,8 +108,9 @@ def split_by(
 ) -> tuple[list[Chunk], str]:
     """Return the chunks that a splitter makes, and a sentence about those that had to be cut, or "".
 
-    The embedding model would not see the end of a longer chunk, so such a chunk is split further. Arguments and
-    metadata are as those of `split`; `start` and `end` are there if a chunk's text is in the document as it is.
+    The embedding model would not see the end of a longer chunk, so such a chunk is split further; blank ones are left
+    out. Arguments and metadata are as those of `split`, with the splitter's own metadata; but `heading` is "", `page`
+    is not added, and `start` and `end` are there only if a chunk's text is in the document as it is.
 
     Raises OwnReaderError if the splitter raises, or returns something other than texts or documents.
     """

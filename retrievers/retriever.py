@@ -83,12 +83,12 @@ class Retriever:
         return self.index.documents()
 
     def remove_documents(self, names: Iterable[str]) -> RemovalReport:
-        """Remove documents with the chunk-caches of their chunks, see `index.removal.remove_documents`; files stay."""
+        """Remove documents by `doc_id`, or all below `docs/`, and chunk-caches, not files; see `index.removal`."""
         return remove_documents(self.index, names, caches=self.caches)
 
 
 def open_index(root: str | os.PathLike[str], embedder: EmbeddingModel) -> FaissStore:
-    """Open the index in the folder `index` inside the store folder `root`, or make it; the caller closes it."""
+    """Open or make the index in `root/index`; the caller closes it. IndexStoreError if another model made it."""
     return FaissStore.open(
         Path(root) / INDEX_FOLDER, dim=embedder.dim, embedder_fingerprint=embedder.fingerprint
     )

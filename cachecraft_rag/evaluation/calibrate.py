@@ -1,7 +1,8 @@
 """The smallest α that keeps a desired quality (Cache-Craft eq. 13: α* = argmin E[CFO] with Q ≥ Q_desired).
 
-The promise is about the mean over future questions. So the lower end of a confidence interval must reach the desired
-quality: if the mean over the validation set sufficed, every other calibration would promise too much.
+The CFO, the fraction of a reused chunk that is recomputed, is proportional to α (`planning/scoring.py`). The promise is
+about the mean over future questions. So the lower end of a confidence interval must reach the desired quality: if the
+mean over the validation set sufficed, every other calibration would promise too much.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ class CalibrationSettings:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """The result of one α: the share of chunk tokens recomputed or computed, and the quality with its interval."""
+    """The result of one α: the mean share of chunk tokens recomputed or computed, and the quality (90 % interval)."""
 
     alpha: float
     recomputed: float
@@ -123,12 +124,12 @@ class Calibrated:
 
     @property
     def pays(self) -> bool:
-        """True if reuse still saves work: at most `HARDLY_PAYS` of the chunk tokens are recomputed."""
+        """True if reuse saves work: at most `HARDLY_PAYS` (0.9) of the chunk tokens are recomputed or computed."""
         return self.calibration.recomputed <= HARDLY_PAYS
 
 
 def smallest_that_holds(alphas: Sequence[float], holds: Callable[[float], bool]) -> float:
-    """Return the smallest of the ascending α that holds, found by bisection; the last one, untried, if no other holds.
+    """Return the smallest of the ascending α (at least one) that holds, by bisection; if no other, the last, untried.
 
     Assumes that α holds wherever a smaller one does. If noise breaks the assumption, every α that was tried above the
     answer still holds.
@@ -148,7 +149,7 @@ def smallest_that_holds(alphas: Sequence[float], holds: Callable[[float], bool])
 
 
 def halves(dataset: Dataset, *, seed: int) -> tuple[Dataset, Dataset]:
-    """Return the questions in two parts, drawn by the seed; the first has one more if the number is odd.
+    """Return the questions in two parts, drawn and ordered by the seed; the first has one more if the number is odd.
 
     Both keep all documents, so that origin prefixes stay the same. ConfigError for fewer than two questions.
     """
@@ -178,11 +179,10 @@ def calibrate(
 
     Args:
         engine: from `runner.open_engine`, with an empty store; its config says how tokens are selected.
-        dataset: the questions to calibrate on.
-        settings: the quality to keep.
+        settings: the quality to keep. With the metric f1 full prefill must answer a question, or a ConfigError follows.
         folder: of the measurements, from which a stopped calibration resumes; None keeps them in memory only.
-            Measurements in it with other settings, or damaged ones, are discarded.
-        progress: called with the number of measurements so far and in all.
+            Measurements in it with other settings or questions, or damaged ones, are discarded.
+        progress: called with the number of measurements so far and in all (until the end an estimate).
     """
     tries = math.ceil(math.log2(len(ALPHAS))) + 1
     with Validation(
@@ -224,7 +224,7 @@ def check(
     folder: Path | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> Point:
-    """Measure an α on questions it was not calibrated on; the arguments are those of `calibrate`."""
+    """Measure an α on questions it was not calibrated on; arguments as in `calibrate`, but take another `folder`."""
     with Validation(engine, dataset, settings, folder=folder, progress=progress) as validation:
         point = validation.at(alpha)
         validation.finish()
@@ -269,13 +269,13 @@ class Validation(Closeable):
         self._run.total = len(dataset.questions) * passes
 
     def close(self) -> None:
-        """Close the file of measurements, also if one that could not be written before still cannot (OSError)."""
+        """Close the file of measurements, as `RecordLog.close`; without a folder do nothing."""
         if self._log is not None:
             self._log.close()
 
     @property
     def curve(self) -> tuple[Point, ...]:
-        """The result of every α that was measured, ascending; empty before the first."""
+        """The result of every α that `at` was called with, ascending; empty before the first."""
         return tuple(self._points[alpha] for alpha in sorted(self._points))
 
     def at(self, alpha: float) -> Point:

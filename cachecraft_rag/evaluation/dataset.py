@@ -40,7 +40,8 @@ class EvaluationQuestion:
 class Dataset:
     """Questions in the order they are asked, and each document's passages in the document's order.
 
-    No two passages have the same text: a passage of several documents belongs to the first.
+    No two passages have the same text: a passage of several documents belongs to the first. Look-ups by the chunk id of
+    a passage raise KeyError for any other id.
     """
 
     name: str
@@ -75,15 +76,16 @@ def load_dataset(
     chunk_tokens: int | None = None,
     read: Callable[[Path, str | None], QuestionFile] = read_source,
 ) -> Dataset:
-    """Draw `limit` questions (None = all) with `passages` chunks each from a file in any format that `read` knows.
+    """Draw `limit` questions (None: all) with up to `passages` chunks each from a file in any format that `read` knows.
 
     The questions are in a random order, drawn by the seed; an id that occurs again gets "#2", "#3" …. Documents are
     those of the drawn questions, and up to `OTHER_DOCUMENTS` others. The passages that hold the answer are always
     included, even if they are more than `passages`; of a retriever's own list only as many as `passages`. The others
-    are drawn from the same document or question, and from other documents only if there are too few (never for
-    summaries and for a retriever's own lists). Passages longer than about `chunk_tokens` tokens of 4 bytes (None:
-    `QuestionFile.passage_tokens`) are split. A question's passages and their order depend on the seed and the question,
-    not on the limit, unless the file has more than `OTHER_DOCUMENTS` others.
+    are drawn from the same document or question, and from other documents only if there are too few (not where
+    `SourceQuestion.fill` is False, as for a retriever's own lists). Passages longer than about `chunk_tokens` tokens of
+    4 bytes (None: `QuestionFile.passage_tokens`) are split. A question's passages and their order depend on the seed
+    and the question, not on the limit, unless the file has more than `OTHER_DOCUMENTS` others. `format` is a name of
+    `FORMATS` (None: recognised).
     """
     source = read(path, format)
     if chunk_tokens is not None:
@@ -92,9 +94,10 @@ def load_dataset(
 
 
 def handbook_dataset(*, passages: int, limit: int | None, seed: int) -> Dataset:
-    """Return the sample handbook's questions over its pages, in pieces of two sections; without gold answers.
+    """Draw `limit` of the sample handbook's questions (None: all), over its pages in pieces of two sections.
 
-    The order is random. The piece that holds the answer is among the `passages` of a question.
+    They have no gold answers. The order is random, drawn by the seed. A question has `passages` pieces in random order:
+    the one that holds the answer, others of its page, and of other pages if there are too few.
     """
     builder = SourceBuilder()
     pages = {}
@@ -119,7 +122,7 @@ def handbook_dataset(*, passages: int, limit: int | None, seed: int) -> Dataset:
 
 
 def check_draw(*, passages: int, limit: int | None) -> None:
-    """Raise ConfigError if a number of passages or of questions is below 1."""
+    """Raise ConfigError if `passages` is below 1, or the number of questions (`limit`), unless that is None."""
     if passages < 1 or (limit is not None and limit < 1):
         raise ConfigError(
             f"asked for {limit} questions with {passages} passages each; both must be at least 1"

@@ -114,14 +114,14 @@ class JsonRecord:
         return value
 
     def text(self, name: str) -> str:
-        """Return a text that is not blank, stripped."""
+        """Return the text in the field `name`, stripped; a blank one is an error too."""
         text = self._field(name, str, "a text").strip()
         if not text:
             raise DocumentError(f'{self.where}: "{name}" is blank. Fix or remove that entry.')
         return text
 
     def label(self, name: str, default: str) -> str:
-        """Return an identifier, a text or a whole number, as text; the default if it is missing or another type."""
+        """Return an identifier, a text or whole number, as text; the default if missing, blank or of another type."""
         value = self.fields.get(name)
         return str(value) if isinstance(value, str | int) and str(value).strip() else default
 
@@ -162,7 +162,8 @@ def read_records(path: Path) -> list[JsonRecord]:
     """Return the file's records: lines of JSON lines, a JSON list's entries, or one whole JSON object.
 
     A file whose name ends in .jsonl or .ndjson is read line by line; any other file as one JSON text, and as JSON lines
-    if only its first line alone is JSON. DocumentError names the line, or the list's entry.
+    if only its first line alone is JSON. Blank lines are skipped. DocumentError, which names the line or entry, for
+    anything but JSON objects in UTF-8, for an empty file, and for one that cannot be read.
     """
     try:
         text = path.read_text(encoding="utf-8-sig")
@@ -221,7 +222,7 @@ def _lines(path: Path, text: str) -> Iterator[JsonRecord]:
 def is_squad(record: JsonRecord) -> bool:
     """Return True for SQuAD's format, judged by a file's first record.
 
-    It is `data` → `paragraphs` → `context`, `qas`; or one row per question with `context`, `question` and `answers`.
+    It is `data`, a list whose first article has `paragraphs`; or a row with a text `context`, `question` and `answers`.
     """
     data = record.fields.get("data")
     if isinstance(data, list):
@@ -308,7 +309,7 @@ def read_own(records: Sequence[JsonRecord]) -> QuestionFile:
     """Read questions in this package's own format. The passages keep their order.
 
     Optional are `answers`, `id` (by default the number of the record, from 1) and `document`. Blank and repeated
-    passages are left out.
+    passages are left out; DocumentError if none is left.
 
     `document` names the document of all passages of the line, in the document's order. Without it each passage counts
     as a separate document, because passages next to each other in a retriever's list are rarely so in a document.
@@ -370,7 +371,7 @@ def read_source(
 ) -> QuestionFile:
     """Read a file of questions in the named format, by default the first of `formats` that recognises it.
 
-    DocumentError if it is in no known format or holds no questions.
+    `read` gives the file's records. DocumentError if it is in no known format or holds no questions.
     """
     known = "; ".join(f"{entry.name} ({entry.description})" for entry in formats)
     if format is not None and format not in {entry.name for entry in formats}:

@@ -2,6 +2,7 @@
 
 A resample draws as many questions as there are, with replacement; the values of one question stay together. With few
 questions the intervals are too narrow: 95 % intervals hold the true mean in 92 % of draws of 20 questions, 94 % of 100.
+ValueError without questions, for lists of different lengths, a number that is not finite, and more hits than questions.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _DRAWS_AT_ONCE = 4_000_000  # 32 MB of random numbers
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """The mean over all questions, and the interval that its resamples fall into."""
+    """The mean over all questions, and the ends of the interval that a fraction `level` of its resamples fall into."""
 
     mean: float
     low: float
@@ -52,7 +53,7 @@ def paired_interval(
 
 
 def share_interval(hits: int, count: int) -> Interval:
-    """Return a share and its 95 % score interval (Wilson, 1927), which also holds for few questions, and for 0 and 1.
+    """Return the share hits / count with its 95 % score interval (Wilson, 1927), which also holds for few questions.
 
     >>> round(share_interval(0, 19).high, 3), round(share_interval(4, 24).low, 3)
     (0.168, 0.067)
@@ -77,7 +78,7 @@ def ratio_interval(
 ) -> Interval:
     """Return mean(a) / mean(b), in the same order of questions; both are resampled together.
 
-    Resamples whose mean of b is 0 have no ratio and are left out.
+    Resamples whose mean of b is 0 have no ratio and are left out. ValueError if mean(b) is 0.
 
     >>> ratio_interval([1.0, 4.0], [2.0, 8.0])
     Interval(mean=0.5, low=0.5, high=0.5)

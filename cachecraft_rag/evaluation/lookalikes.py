@@ -40,7 +40,7 @@ class LookalikeQuestion:
 
 
 def lookalikes_folder() -> Path:
-    """Return the folder with the pages, from a checkout and from an installed wheel alike."""
+    """Return the folder with the pages, in a checkout or an installed wheel. CacheCraftError if it is missing."""
     spec = util.find_spec(f"cachecraft_rag.{NAME}")
     if spec is None or spec.origin is None:
         raise CacheCraftError(
@@ -85,11 +85,11 @@ def lookalikes_dataset(
     limit: int | None,
     seed: int,
 ) -> Dataset:
-    """Draw `limit` questions (None = all) of a half, "tune" or "confirm", or of both, in random order.
+    """Draw `limit` questions (None: all) of a half, "tune" or "confirm", or of both (None), in random order.
 
-    Each page is one document of one chunk. The passages of a question are its own page and the pages of the same domain
-    that are most similar to the question (cosine of TF-IDF vectors). They are in the order of their similarity, the
-    most similar last, and depend on the question and on `passages` alone.
+    Each page is one document of one chunk. A question has up to `passages`: its own page and those of the same domain
+    (folder) that are most similar to the question (cosine of TF-IDF vectors). They are in the order of their
+    similarity, the most similar last, and depend on the question and on `passages` alone.
     """
     if half is not None and half not in HALVES:
         raise ConfigError(
@@ -126,7 +126,7 @@ def passages_of(
 ) -> list[str]:
     """Return the paths of a question's passages in prompt order: the most similar last.
 
-    They are at most `count` of `pages` (path → text) in its domain, always with its own page.
+    They are at most `count` (1 or more) of `pages` (path → text) in its domain, always with its own page.
     """
     domain = question.page.partition("/")[0]
     candidates = {page: text for page, text in pages.items() if page.startswith(f"{domain}/")}

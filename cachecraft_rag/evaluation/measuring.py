@@ -117,7 +117,7 @@ class Trial:
 
     @property
     def config(self) -> ReuseConfig:
-        """Settings of the engine for this trial; they leave the ratio open if the method takes one and has none."""
+        """Settings of reuse for this trial; if the method takes a ratio and `ratio` is None, the engine chooses one."""
         config = self.method.config(self.ratio or 0.0)
         if self.method.takes_ratio and self.ratio is None:
             return replace(config, recompute_ratio=None)
@@ -191,7 +191,7 @@ class Record:
 
     @property
     def is_near_tie(self) -> bool:
-        """True if full prefill's two likeliest tokens nearly tie where answers depart (`margin`)."""
+        """True if `margin` is below `NEAR_TIE` (0.02); False if the answers do not depart."""
         return self.margin is not None and self.margin < NEAR_TIE
 
     @property
@@ -220,9 +220,9 @@ class Reference:
 
 
 def reference_of(engine: Engine, question: EvaluationQuestion, *, answer_tokens: int) -> Reference:
-    """Answer greedily with full prefill (FULL-RECOMP), reuse and capture nothing.
+    """Answer greedily with full prefill (FULL-RECOMP); nothing is reused or captured.
 
-    The engine is opened with `best_last=False`: passages are in prompt order already.
+    The engine must have `best_last=False`: passages are in prompt order already.
     """
     answer = engine.score_answer(
         question.text, question.passages, max_new_tokens=answer_tokens, config=_FULL

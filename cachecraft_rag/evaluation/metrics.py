@@ -30,7 +30,7 @@ def normalised_words(text: str) -> list[str]:
 
 
 def squad_f1(prediction: str, golds: Sequence[str]) -> float:
-    """Return the F1 (0 to 1) of the two bags of words, the best over one or more gold answers (SQuAD's script, 2.0).
+    """Return SQuAD 2.0's F1 (0 to 1) of two bags of words, the best over one or more golds; 1 if neither has words.
 
     >>> squad_f1("the tall red fox", ["a red fox"])  # precision 2/3, recall 2/2
     0.8
@@ -48,7 +48,7 @@ def _f1(words: list[str], gold: list[str]) -> float:
 
 
 def is_right(prediction: str, golds: Sequence[str]) -> bool:
-    """Return True if the answer holds one of the gold answers' `normalised_words`; 10.9 is not 109.
+    """Return True if the answer holds, in a row, all `normalised_words` of a gold answer that has any; 10.9 is not 109.
 
     >>> is_right("It was founded in 1815 by two brothers.", ["1815"]), is_right("In 18150.", ["1815"])
     (True, False)
@@ -83,7 +83,7 @@ def first_difference(reference: Sequence[int], other: Sequence[int]) -> int | No
 
 
 def margin_at(logits: Tensor, place: int) -> float | None:
-    """Return the difference of the two highest probabilities at a place of `[positions, vocabulary]`, if any.
+    """Return the two highest probabilities' difference at a place of `[positions, vocabulary]`; None past the end.
 
     >>> import math, torch
     >>> round(margin_at(torch.tensor([[5.0, 5.0], [math.log(3.0), 0.0]]), 1), 3)  # ¾ − ¼
@@ -118,7 +118,7 @@ def divergence(reference_logits: Tensor, logits: Tensor) -> tuple[float, float]:
 
     Both logits are `[positions, vocabulary]` in any float type. Both results are means over positions; the log-softmax
     is in float64. A token that the reference rules out (logit −∞) adds nothing; one that only the method rules out
-    makes the divergence infinite.
+    makes the divergence infinite. ValueError for different shapes and for no positions.
 
     >>> import math, torch
     >>> even, uneven = torch.tensor([[0.0, 0.0]]), torch.tensor([[math.log(3.0), 0.0]])  # (½, ½) and (¾, ¼)

@@ -138,7 +138,8 @@ class Origins:
         """Capture the chunks of a question that is measured next; with the origin "stream" do nothing.
 
         Chunks that are stored already are not captured again. With the origin "documents", the documents of the
-        passages are primed, each once; chunks that do not fit a pass are left out.
+        passages are primed, each once; chunks that do not fit a pass are left out, and chunk-caches that no question of
+        the data set asks for are removed.
         """
         if self.condition.primes_documents:
             for chunk in question.passages:
@@ -174,7 +175,7 @@ class Origins:
         return [firsts[name] for name in ranked[:SIMILAR_CHUNKS]]
 
     def after(self, question: EvaluationQuestion) -> None:
-        """With captures left to the questions, ask this one with the default settings, which capture.
+        """With captures left to the questions (else do nothing), ask this one with the default settings, which capture.
 
         Called after every question, also those of the warm-up and those that an earlier run has measured. The answer
         ends with its first piece, and its captures are waited for without limit.

@@ -93,7 +93,7 @@ class QualityReport:
 
 
 def summarise_audits(audits: Sequence[Audit], *, worst: int = WORST) -> QualityReport:
-    """Return the summary of audits, over all and in the groups of `QualityReport`.
+    """Return the summary of audits, over all and in groups, which are sorted by name or place; empty ones are left out.
 
     Exact answers are only counted. At most `worst` (0 or more) answers that differ are listed, the worst first.
     """

@@ -24,8 +24,8 @@ _SHOWN = 3  # differences in one message
 class RecordLog(Closeable):
     """The open file, for one process at a time; a second one is not kept out. Its name in the folder is `FILE`.
 
-    A file that holds no measurement yet takes the new settings. ConfigError for a damaged file, or one with other
-    settings or of another version of this package.
+    A file that holds no measurement yet takes the new settings. ConfigError for a damaged file, one with other settings
+    or of another version of this package, or one that cannot be written.
 
     Args:
         folder: created if missing.
@@ -76,7 +76,7 @@ class RecordLog(Closeable):
         self.records.append(record)
 
     def close(self) -> None:
-        """Close the file, also if a record that could not be written before still cannot (OSError)."""
+        """Close the file; if a record still cannot be written, raise OSError after that."""
         self._file.close()
 
     def _write(self, line: Mapping[str, object]) -> None:

@@ -67,7 +67,7 @@ class Measure:
 
 
 def share(hits: int, count: int) -> Estimate | None:
-    """Return a share of questions with its interval; None if `count` is 0."""
+    """Return the share hits / count of questions with its interval; None if `count` is 0."""
     return Estimate(share_interval(hits, count), count, hits) if count else None
 
 
@@ -180,7 +180,7 @@ MEASURES: tuple[Measure, ...] = (
 
 @dataclass(frozen=True)
 class Report:
-    """Each method's estimates by label, one for each measure.
+    """Each method's estimates by label, one for each measure; in tables "0.12 [0.05, 0.28]", "4 of 32: …" or "" (none).
 
     methods     label → name of a measure → its estimate, None without questions to estimate from; in the report's order
     measures    of every question; `ANSWER_MEASURES` are kept apart, because they need gold answers
@@ -198,15 +198,15 @@ class Report:
     full_f1: Estimate | None
 
     def value(self, method: str, name: str) -> Estimate | None:
-        """Return a measure, by its name in JSON, of a method; None without questions to estimate it from."""
+        """Return a measure, by its name in JSON, of a label, as in `methods`; KeyError if either is unknown."""
         return self.methods[method][name]
 
     def as_dict(self) -> dict[str, object]:
         """Return plain values for JSON: each mean under its name, its interval under `…_ci`, its questions under `…_n`.
 
-        Shares also have the number of questions counted, under `…_hits`. "methods" maps each label to such values, with
-        the "method" and its "ratio"; beside it are "questions", "near_tie_margin", and full prefill's "full_right" and
-        "full_f1".
+        Shares also have the number of questions counted, under `…_hits`; for a missing estimate, mean and interval are
+        None and the number is 0. "methods" maps each label to such values, with the "method" and its "ratio"; beside it
+        are "questions", "near_tie_margin", and full prefill's "full_right" and "full_f1".
         """
         methods: dict[str, dict[str, object]] = {}
         for label, estimates in self.methods.items():
@@ -233,11 +233,11 @@ class Report:
         return ("method", *(measure.heading for measure in ANSWER_MEASURES))
 
     def rows(self, *, intervals: bool) -> list[tuple[str, ...]]:
-        """Return one row per method: its label, then cells for `headings`, such as "4 of 32: 0.12 [0.05, 0.28]"."""
+        """Return one row per method: its label, then cells for `headings`; with `intervals` or just mean or count."""
         return self._rows(self.measures, intervals=intervals)
 
     def answer_rows(self, *, intervals: bool) -> list[tuple[str, ...]]:
-        """Return right, lost and won answers as `rows`; empty if no question has gold answers."""
+        """Do the same as `rows` for `answer_headings` (right, lost, won …); empty if no question has gold answers."""
         if self.full_right is None:
             return []
         return self._rows(ANSWER_MEASURES, intervals=intervals)
@@ -258,8 +258,9 @@ def summarise(
 ) -> Report:
     """Aggregate the records of the questions that every method has answered; the last record of a question counts.
 
-    A method at another recompute ratio is another one here. Methods are in the given `order`, then by ratio, ascending.
-    ValueError if no question was answered by every method, or a measured value is not a finite number.
+    A method at another recompute ratio is another one here. Methods are in the given `order` of names, others last,
+    then by ratio, None first, ascending. ValueError if no question was answered by every method, or a measured value is
+    not a finite number.
     """
     by_label: dict[str, dict[str, Record]] = {}
     for record in records:
@@ -302,7 +303,7 @@ def summarise(
 
 
 def full_answers(report: Report) -> str:
-    """Return a sentence about full prefill's own answers: how many are right, and their F1, with 95 % intervals."""
+    """Return a sentence: how many of full prefill's answers are right, and their F1; or that there are no gold ones."""
     if report.full_right is None:
         return "The data has no gold answers, so no answer is right or wrong, and there is no F1."
     right = report.full_right
@@ -317,7 +318,8 @@ def full_answers(report: Report) -> str:
 def markdown(report: Report, settings: Mapping[str, object], figures: Sequence[str] = ()) -> str:
     """Return the report as a Markdown page, with a table of answers only if there are gold answers.
 
-    `settings` that are None or dicts are left out; `figures` are paths of images, whose names are the captions.
+    `settings` are listed, except those that are None or dicts; `figures` are paths of images, with their stems as
+    captions.
     """
     about = {
         name: value

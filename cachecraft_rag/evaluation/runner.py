@@ -117,7 +117,8 @@ def open_engine(
     """Open an engine for the block, with an empty store in a hidden folder inside `folder` that is removed afterwards.
 
     The engine keeps the order of the passages (`best_last=False`), and up to `VARIANTS_PER_CHUNK` variants of a chunk.
-    `kind` is the class of the store, for experiments that change its look-ups.
+    `kind` is the class of the store, for experiments that change its look-ups; `reuse` are the engine's settings of
+    reuse (None: the defaults). The other arguments are those of `EngineConfig`.
     """
     from cachecraft_rag.engine.engine import Engine
     from cachecraft_rag.model.decoder import Decoder
@@ -141,8 +142,9 @@ def open_engine(
 def scratch_folder(folder: Path) -> Iterator[Path]:
     """Make a folder inside `folder` for the block, which gets its path; it is removed afterwards.
 
-    Folders that killed processes of this machine left there are removed too. In the main thread SIGTERM and SIGHUP
-    raise SystemExit within the block, with the exit codes 143 and 129, unless the program handles or ignores them.
+    `folder` is made if it is missing, and stays; ConfigError if it cannot be written. Folders that killed processes of
+    this machine left there are removed too. In the main thread SIGTERM and SIGHUP raise SystemExit within the block,
+    with the exit codes 143 and 129, unless the program handles or ignores them.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -206,7 +208,6 @@ def evaluate(
     Args:
         engine: from `open_engine`, with an empty store. Every run captures its chunk-caches; with the origin "stream"
             also those of questions that an earlier run has measured.
-        dataset: the questions.
         settings: what is measured, and how chunks are captured.
         log: the open log, made with `settings.describe(engine, dataset)`.
         progress: called with the number of measurements so far and in all, and what is done now.

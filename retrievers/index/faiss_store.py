@@ -97,7 +97,7 @@ class IndexStats:
 class FaissStore(Closeable):
     """Chunks with their vectors and owners in a folder; threads and processes may share it.
 
-    Open it with `FaissStore.open`, close it with `close` or a `with` block. Every method is one transaction: it happens
+    Open it with `FaissStore.open`, close it with `close` or a `with` block. Every change is one transaction: it happens
     as a whole or not at all. `dim` is the width of the vectors, `embedder` the fingerprint of the model that made them.
 
     Every method except `close` raises `IndexStoreError` once the store is closed, or if its database cannot be read or,
@@ -175,8 +175,8 @@ class FaissStore(Closeable):
         """Replace the chunks of a document by these, in this order; other documents keep theirs.
 
         Returns the ids of the chunks that are new to the store, each once, and of those that left it. Raises
-        IndexStoreError for vectors that do not fit or are not finite, and if a document of this name is from another
-        `root`.
+        IndexStoreError for vectors that do not fit, are not finite or hold a number above 1e15, and if the document in
+        the store has another `root` (unless either is "").
 
         Args:
             doc_id: the document; it is made if it is missing.
@@ -215,9 +215,7 @@ class FaissStore(Closeable):
         document holds.
 
         Args:
-            doc_id: the document.
-            chunks: the chunks to append.
-            vectors: as in `upsert`.
+            vectors: as in `upsert`, but a chunk that `keys` replace in its last place gets the new vector.
             keys: the caller's names for these places, one each, no two alike; a place that has one of them already, in
                 whatever document, is removed first, and so is another document that has no place left then.
         """
@@ -253,7 +251,7 @@ class FaissStore(Closeable):
                 self._write_document(db, doc_id, content_digest, stored.root)
 
     def delete_document(self, doc_id: str) -> Change:
-        """Remove a document and those of its chunks that no other document has, whose ids are `Change.removed`."""
+        """Remove a document, if it exists, and those chunks that no other document has: they are `Change.removed`."""
         check_text("doc_id", doc_id)
         with self._opened().writing() as db:
             before = [
@@ -286,7 +284,7 @@ class FaissStore(Closeable):
         return self._erased(change)
 
     def removed_chunks(self) -> dict[str, int]:
-        """Return the ids of chunks that left the index, whose chunk-caches may still be stored, each with a number.
+        """Return id → number, ascending, of chunks that left the index and may still have stored chunk-caches.
 
         The transaction that removes a chunk notes it until `forget_removed`, so the note survives the process.
         """
@@ -302,7 +300,7 @@ class FaissStore(Closeable):
             )
 
     def forget_removed(self, places: Iterable[int]) -> None:
-        """Forget removed chunks by their numbers in `removed_chunks`: their chunk-caches are deleted.
+        """Forget removed chunks, by their numbers in `removed_chunks`, when the caller has deleted their chunk-caches.
 
         A chunk that was added and left again meanwhile has another number, and stays noted.
         """
@@ -320,16 +318,16 @@ class FaissStore(Closeable):
         memory up to date with the database; the first one of a process reads the index file.
 
         Args:
-            vector: `[dim]`, of unit length for cosine scores. Or an array of several, `[vectors, dim]`: a chunk's
-                score is that of the vector it is most similar to.
+            vector: `[dim]`, of unit length for cosine scores; IndexStoreError as for `upsert`. Or a NumPy array of
+                several, `[vectors, dim]`: a chunk's score is that of the vector it is most similar to.
             k: most hits, at least 1.
             where: only chunks with an owner whose metadata has these values (1 is not True) or passes these comparisons
                 (`{"page": {"$in": [1, 2]}}`, see `OPERATORS`), or for whose metadata the function returns true; the hit
                 then carries the metadata of the first such owner. The filter is applied before the search, so it never
                 costs hits. A function sees every owner's metadata and must not call the store; its errors are passed
                 on.
-            exact: compare all vectors also where there are more than `vector_index.COARSE_FROM`; with `where` that is
-                so.
+            exact: compare all vectors also where `vector_index.COARSE_FROM` (100,000) or more make the search
+                approximate; with `where` all are compared.
         """
         check_whole("k", k, least=1)
         check_where(where)
@@ -390,7 +388,7 @@ class FaissStore(Closeable):
         return [chunk for chunk in chunks if accepts(where, chunk.metadata)]
 
     def known_vectors(self, chunk_ids: Iterable[str]) -> dict[str, NDArray[np.float32]]:
-        """Return the vectors, float32 `[dim]` each and read-only, of those chunks that are in the store."""
+        """Return chunk id → vector, float32 `[dim]` and read-only, for those of these chunks that are in the store."""
         with self._opened().snapshot() as db:
             rows = _by_list(
                 db,
@@ -422,7 +420,7 @@ class FaissStore(Closeable):
         return [Chunk(hit.text, hit.metadata, hit.chunk_id) for hit in others[:k]]
 
     def chunks_of(self, doc_id: str) -> list[Chunk]:
-        """Return the chunks of a document in the order they were given, each place with its own metadata."""
+        """Return a document's chunks (unknown: []) in the order they were given, each place with its own metadata."""
         check_text("doc_id", doc_id)
         with self._opened().snapshot() as db:
             return [chunk_of(*row) for row in db.execute(_PLACES.format("doc_id = ?"), (doc_id,))]
@@ -451,7 +449,7 @@ class FaissStore(Closeable):
     # --- life ---
 
     def compact(self) -> None:
-        """Write the database again without the bytes of chunks that were removed, as `open`, `save` and `close` do too.
+        """Write the database again if it has bytes of removed chunks, without them, as `open`, `save` and `close` do.
 
         If it cannot be written now, a warning is logged, and the next call tries again, in any process. Raises
         IndexStoreError if the index file, which holds their vectors, cannot be deleted.

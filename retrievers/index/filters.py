@@ -68,7 +68,7 @@ def check_where(where: Where | None, *, depth: int = 0) -> None:
     """Raise ConfigError for a filter of another form, with an unknown comparison, or nested more than 50 deep.
 
     An unknown group (`$not`), and a list, a date or another value that no metadata has are refused, because they would
-    match nothing; a key without a comparison (`{}`), because it would match everything.
+    match nothing; a key without a comparison (`{}`), because it would match everything. Callers leave `depth` out.
     """
     if where is None or callable(where):
         return
@@ -175,7 +175,8 @@ def fragments(where: Where) -> list[str]:
     """Return substrings of the JSON of all metadata that the filter accepts; rows without them need not be parsed.
 
     A key and its value are one substring, also those of filters in `$and`. Only for ASCII texts and None, whose JSON is
-    unique here; numbers such as 1 and 1.0 are equal but spelled differently, and so are letters with accents.
+    unique here (so [] for a function); numbers such as 1 and 1.0 are equal but spelled differently, and so are letters
+    with accents.
 
     >>> fragments({"$and": [{"format": "text"}, {"title": "Care", "page": 3}]})
     ['"format":"text"', '"title":"Care"']

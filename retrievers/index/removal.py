@@ -115,7 +115,10 @@ def _readmit(index: FaissStore, caches: Caches) -> None:
 
 
 def evict_chunks(caches: Caches | None, chunk_ids: Iterable[str]) -> tuple[int, int]:
-    """Delete the chunk-caches of these chunks and those captured after them; return their number and bytes on disk."""
+    """Delete the chunk-caches of these chunks and those captured after them; return their number and bytes on disk.
+
+    New ones are refused until `Caches.readmit_chunks`. Nothing happens without `caches` or chunks: (0, 0).
+    """
     chosen = tuple(chunk_ids)
     if caches is None or not chosen:
         return 0, 0

@@ -162,7 +162,7 @@ def model_name(fingerprint: str) -> str:
 
 
 def row_sum(columns: tuple[object, ...]) -> int:
-    """Return the checksum of columns of a row."""
+    """Return the checksum (CRC-32) of columns of a row."""
     return zlib.crc32(ascii(columns).encode())
 
 
@@ -188,7 +188,7 @@ class Place(NamedTuple):
         return row_sum(self[:-1])
 
     def metadata_of(self) -> dict[str, Scalar]:
-        """Return the metadata, read from JSON. Raises IndexStoreError for a row that is not as it was written."""
+        """Return the metadata. Raises IndexStoreError unless the row is as it was written, if it has a `place_sum`."""
         try:
             if self.place_sum in (None, self._sum()):
                 metadata: dict[str, Scalar] = json.loads(self.metadata)
@@ -201,7 +201,7 @@ class Place(NamedTuple):
 
 
 def chunk_of(chunk_id: str, text: str, *place: Any) -> Chunk:
-    """Return the chunk of a row of the database. Raises IndexStoreError if it is not as it was written."""
+    """Return the chunk of a row; `place` is the columns of a `Place`. Raises IndexStoreError if they were changed."""
     chunk = Chunk(text, Place(*place).metadata_of(), chunk_id)
     if chunk.stale_id:
         raise IndexStoreError(_changed_row(chunk_id))
@@ -215,7 +215,7 @@ def verify(chunk_id: str, text: str) -> None:
 
 
 def vector_sum(chunk_id: str, vector: bytes) -> int:
-    """Return the checksum of a chunk's vector, which is not that of another chunk's id.
+    """Return the checksum (CRC-32) of a chunk's id and the bytes of its vector.
 
     >>> vector_sum("a", b"1234") == vector_sum("b", b"1234")
     False

@@ -192,7 +192,7 @@ class VectorIndex:
 
     @classmethod
     def load(cls, path: Path, *, dim: int, store: str) -> VectorIndex | None:
-        """Return the index in an index file; None if it is missing, damaged, or not of this store and `dim`.
+        """Return the index in a file; None if that is missing, unreadable, damaged, or not of this store and `dim`.
 
         A warning is logged unless it is missing, and the caller makes the index again.
         """

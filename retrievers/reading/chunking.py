@@ -53,7 +53,7 @@ class _Measure:
     model: ModelTokens | None
 
     def size(self, text: str) -> int:
-        """Return the tokens of a text, or any number above the limit."""
+        """Return a text's tokens, at least a 12th of its characters, scaled if `model` allows fewer than `limit`."""
         by_length = -(-len(text) // CHARACTERS_PER_TOKEN)
         # At every cut the splitter measures the whole rest of a long line: counting its tokens would be quadratic.
         if by_length > self.limit:
@@ -75,7 +75,7 @@ def split(
     limit: int,
     model: ModelTokens | None = None,
 ) -> list[Chunk]:
-    """Split a document into chunks, in order; they cover all its text, and none has more than `limit` tokens.
+    """Split a document into chunks, in order; they cover all its text (blank: []), none has more than `limit` tokens.
 
     Headings are looked for only in a document whose metadata `format` is "markdown" or missing. Each chunk's metadata
     is the document's, and `source` (the `doc_id`), `heading` (the path, "" without headings), `ordinal` (from 0),
@@ -83,9 +83,8 @@ def split(
     and `page` (from 1) if the document's metadata has `pages`. The same document always gives the same chunks.
 
     Args:
-        document: the document.
         count_tokens: returns the embedding model's tokens of a text, special tokens included.
-        limit: most tokens of a chunk, at least `SMALLEST_LIMIT`; it has at most 12 times as many characters.
+        limit: most tokens of a chunk, at least `SMALLEST_LIMIT` (16); it has at most 12 times as many characters.
         model: bounds a chunk by another model's tokens too: one unknown token here may be thousands there.
     """
     if limit < SMALLEST_LIMIT:

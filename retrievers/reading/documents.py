@@ -59,7 +59,7 @@ class SourceFile:
 
 
 def require_known_kind(path: Path, nbytes: int) -> None:
-    """Raise DocumentError for a suffix that is not in `SUFFIXES`, or more bytes than `LARGEST_FILE`."""
+    """Raise DocumentError for a suffix that is not in `SUFFIXES`, or more bytes than `LARGEST_FILE` (256 MiB)."""
     if path.suffix.lower() not in SUFFIXES:
         raise DocumentError(unsupported(path))
     if nbytes > LARGEST_FILE:
@@ -70,10 +70,10 @@ def read_text(path: Path, data: bytes) -> Reading:
     """Return the text in the bytes of a file, the document's metadata, and what the text lacks.
 
     Of `path` only the suffix is used, and the name in messages. The metadata has `format` ("markdown" or "text"), and
-    where they are known `title`, `pages`, and `encoding` if it is not UTF-8. A file without text gives "". A parser of
-    an untrusted document may take hours or all memory: `limited_reader` calls this within limits. If memory runs out, a
-    MemoryError is the cause of the DocumentError. MissingPackageError if the suffix needs a package that is not
-    installed.
+    where they are known `title`, `pages` (their number), and `encoding` if it is not UTF-8. A file without text gives
+    "". A parser of an untrusted document may take hours or all memory: `limited_reader` calls this within limits. If
+    memory runs out, a MemoryError is the cause of the DocumentError. MissingPackageError if the suffix needs a package
+    that is not installed.
     """
     require_known_kind(path, len(data))
     suffix = path.suffix.lower()
@@ -92,8 +92,7 @@ def read_text(path: Path, data: bytes) -> Reading:
 def parsing(name: str) -> Iterator[None]:
     """Turn any exception of a parser into a `DocumentError` that names the document; our own errors pass unchanged.
 
-    Documents are untrusted: one page must not end a run, whether it triggers a bug, a parser's limit, Python's
-    recursion limit or a MemoryError.
+    Python's recursion limit and a MemoryError too: documents are untrusted, and none may end a run.
     """
     try:
         yield
@@ -125,7 +124,7 @@ def printable(name: str | os.PathLike[str]) -> str:
 
 
 def clean(text: str) -> str:
-    """Return text that SQLite, tokenizers and a search take: no NUL, lone surrogate, soft hyphen or ligature."""
+    """Return text with LF line ends and ligatures written out, without NUL and soft hyphens; surrogates are U+FFFD."""
     text = text.replace("\r\n", "\n").replace("\r", "\n").replace("\0", "")
     text = re.sub("\u00ad\n?", "", text)
     text = re.sub("[\ufb00-\ufb06]", lambda sign: unicodedata.normalize("NFKC", sign[0]), text)

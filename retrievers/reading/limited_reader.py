@@ -71,7 +71,8 @@ class LimitedReader(Closeable):
         Text, Markdown and reStructuredText are read in this process, and have no budget; so is every file if
         `sys.executable` is empty. `left_out` is called with a sentence about what the document lacks.
 
-        Raises DocumentError for a file that cannot be read, or has no text; ReaderStartError; and MissingPackageError.
+        Raises DocumentError for a file that cannot be read, exceeds the budget or has no text; ReaderStartError; and
+        MissingPackageError.
         """
         require_known_kind(file.path, len(data))
         suffix = file.path.suffix.lower()

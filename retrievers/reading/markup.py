@@ -128,7 +128,7 @@ class _ShallowTree:
         self._depth = 0
 
     def start(self, name: str, attributes: Mapping[str, str]) -> None:
-        """Take an opening tag."""
+        """Take an opening tag. Raises FormatError if it is nested too deep."""
         self._depth += 1
         if self._depth > self._deepest:
             raise FormatError(

@@ -1,7 +1,9 @@
 """Word, PowerPoint, Excel and EPUB files as Markdown, within a limit of what they unpack to.
 
-Libraries read them (the extra `office`): mammoth .docx, python-pptx .pptx, python-calamine .xlsx. All but
-workbooks become HTML, which `markup` converts, so that tables, lists and struck-out text are treated alike.
+Libraries read them (the extra `office`): mammoth .docx, python-pptx .pptx, python-calamine .xlsx. All but workbooks
+become HTML, which `markup` converts, so that tables, lists and struck-out text are treated alike. Converters raise
+FormatError for a file that is no ZIP archive or unpacks to more than `MOST_UNPACKED` (256 MiB), and whatever the
+libraries raise; `parsing` makes a DocumentError of both.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ def require_reader(suffix: str) -> None:
 
 
 def docx_to_markdown(data: bytes) -> Reading:
-    """Return the text of a Word file with its headings, lists, tables, equations and choices, but no pictures."""
+    """Return a Word file's text with headings, lists, tables, equations and drop-down choices, but no pictures."""
     import mammoth
 
     written, has_hidden = _written_out(data)
@@ -219,7 +221,7 @@ class _Lists:
         self._begun: set[tuple[str, int]] = set()
 
     def next_number(self, properties: Any) -> int | None:
-        """Return the number in its list of the paragraph with these properties, or None if it is in none."""
+        """Count a paragraph with these properties; return its number in its list, or None if it is in none."""
         style = _value(properties.find(f"{_WORD}pStyle"))
         place = _list_and_level(properties) or self._of_style.get(style)
         if place is None or place[0] not in self._kinds:
@@ -284,8 +286,7 @@ def _shape_html(shape: Any) -> str:
 def xlsx_to_markdown(data: bytes) -> Reading:
     """Return a heading for each visible sheet and its rows as paragraphs of `column: value` lines.
 
-    The first row names the columns (`rows_to_text`). Formulas give the values that were saved with them. Raises what
-    the library raises; `parsing` makes a DocumentError of it.
+    The first row names the columns (`rows_to_text`). Formulas give the values that were saved with them.
     """
     from python_calamine import CalamineWorkbook, SheetTypeEnum, SheetVisibleEnum
 

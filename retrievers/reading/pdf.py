@@ -10,9 +10,9 @@ from cachecraft_rag.retrievers.reading.tables import FormatError
 
 
 def pdf_to_text(data: bytes) -> Reading:
-    """Return the text of a PDF, a form feed between pages; the fields of a form are lines `label: value` below a page.
+    """Return the text of a PDF, a form feed between its `pages`; fields of a form are `label: value` lines below each.
 
-    Raises FormatError for a file that is locked with a password.
+    The metadata `pages` is their number. Raises FormatError for a file that is locked with a password.
     """
     from pypdf import PasswordType, PdfReader
 

@@ -46,8 +46,8 @@ def rows_to_text(rows: Iterable[Sequence[str]], length: int) -> str:
     """Return rows, the first of which names the columns, as paragraphs, one a row; an empty cell is left out.
 
     A column without a name is `column N`, from 1. Rows of one cell above the names are titles and become paragraphs. A
-    table of one row gives its cells with commas between them. `length` is the file's: a text that is 1 MiB longer
-    than ten times that is a FormatError.
+    table of one row gives its cells with commas between them. `length` is the file's, in characters or bytes: a text
+    that is 1,048,576 characters longer than ten times that is a FormatError.
     """
     rows = [row for row in rows if any(cell.strip() for cell in row)]
     titles = _titles(rows)
@@ -119,7 +119,7 @@ def _shortened(name: str) -> str:
 
 
 def json_to_text(text: str) -> str:
-    """Return JSON, or JSON Lines, as `path: value` lines, a paragraph a record, see `_records`; blank text gives "".
+    """Return JSON, or JSON Lines, as `path: value` lines, a paragraph a record (list entry); blank text gives "".
 
     Values that are null or "" are left out. Raises FormatError for other text, and for a result that is 1 MiB longer
     than ten times the text.

@@ -90,6 +90,11 @@ def test_search_texts_leave_answers_out_and_bound_what_was_pasted() -> None:
     assert len(text) <= 600 + 1 + len(FOLLOW_UP)
 
 
+def test_a_long_question_without_spaces_stays_in_the_search() -> None:
+    pasted: list[Turn] = [("user", "水壶" * 400), ("assistant", "每周。")]
+    assert search_texts("多久?", pasted) == ("多久?", f"{'水壶' * 300} 多久?")
+
+
 def test_a_first_question_costs_nothing(embedder: Embedder, handbook_index: Retriever) -> None:
     counting, index = Counting(embedder), CountingIndex(handbook_index.index)
     retriever = Retriever(index, counting)  # type: ignore[arg-type]

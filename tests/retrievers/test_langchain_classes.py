@@ -355,6 +355,17 @@ def test_an_upsert_by_deletion_and_addition_keeps_what_did_not_change(
             assert chunk_id_of("1 old") not in kept
 
 
+def test_a_second_close_does_nothing(
+    embedding: Directions, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with ChunkCacheStore.open(tmp_path / "caches") as caches:
+        store = CacheCraftVectorStore.open(tmp_path / "index", embedding, caches=caches)
+        store.add_texts(["0 east"])
+        store.close()
+        store.close()
+    assert "until the next deletion" not in caplog.text
+
+
 def test_embeddings_for_any_vector_store() -> None:
     embeddings = CacheCraftEmbeddings()
     vectors = embeddings.embed_documents(["The kettle boils.", "The dog barks."])

@@ -587,6 +587,15 @@ def test_a_store_that_outlives_its_chunk_caches_closes_with_a_warning(
     assert "until the next deletion" in caplog.text
 
 
+def test_a_second_close_does_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with ChunkCacheStore.open(tmp_path / "caches") as opened:
+        store = CacheCraftVectorStore(tmp_path / "index", caches=opened)
+        store.add([node_of("a1", "kettle", document="a")])
+        store.close()
+        store.close()
+    assert "until the next deletion" not in caplog.text
+
+
 # --- embeddings ---
 
 
