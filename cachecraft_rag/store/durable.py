@@ -109,7 +109,7 @@ class Caches(Protocol):
         """
 
     def remove_chunks(self, chunk_ids: Sequence[str]) -> Evicted:
-        """Remove all chunk-caches that hold or were shaped by these chunks, and refuse new ones until readmitted."""
+        """Remove what holds or was shaped by these chunks, and refuse it until readmitted; return as `evict` does."""
 
     def readmit_chunks(self, chunk_ids: Sequence[str]) -> frozenset[str]:
         """Let chunk-caches of these chunks be stored again; return the ids of the chunks that stay removed."""
@@ -185,7 +185,7 @@ class DurableVariants:
         self.catalog.close()
 
     def gone(self) -> bool:
-        """Return True if the folder was deleted or replaced since it was opened, or cannot be looked at now.
+        """Return True if the folder was deleted or replaced since it was opened (for good), or is out of reach now.
 
         SQLite continues with a deleted file without noticing, and new files would be in a folder without a catalog.
         """
@@ -198,7 +198,7 @@ class DurableVariants:
         return self._gone
 
     def evictions(self) -> dict[EvictionReason, int]:
-        """Return reason → number of variants removed from the folder, also those whose rows stay on a full disk."""
+        """Return reason → number of variants that this process removed, also those whose rows stay on a full disk."""
         with self._lock:
             return dict(self._evictions)
 
@@ -215,8 +215,8 @@ class DurableVariants:
 
         It takes the place of an older variant of the same identity. Others are evicted for the byte budget, the number
         of variants, and the number of variants of its chunk. For `extra_variant` and `sources` see
-        `types.captures.Capture`. After an error its file is deleted, now or when the store is opened next, and if the
-        file was begun, `on_removed` is called for the variant itself.
+        `types.captures.Capture`. Raises OSError if its file cannot be written. After an error it is deleted, now or at
+        the next opening of the store, and if it was begun, `on_removed` is called for the variant itself.
         """
         if self.read_only:
             return Unavailable(variant.variant_id, CaptureDrop.READ_ONLY, "the store is read-only")
@@ -288,11 +288,11 @@ class DurableVariants:
     def remove_chunks(
         self, chunk_ids: Sequence[str], *, namespace: str | None, refused: Sequence[str]
     ) -> list[Listed | DamagedRow]:
-        """Remove all variants of these chunks, and those captured after one of them; refuse those of `refused`.
+        """Remove all variants that hold or were shaped by these chunks; refuse those shaped by `refused` from now on.
 
         The refusal is noted first: no process stores such a variant after the rows were read here. The texts of audits
         are deleted, and so is the folder of an older version's chunk-caches, because no catalog says what shaped them.
-        Returns the rows that were there.
+        Returns the removed rows. `namespace` None means all.
         """
         removed_rows: list[Listed | DamagedRow] = []
         try:
@@ -315,13 +315,13 @@ class DurableVariants:
         return removed_rows
 
     def rules_are_due(self) -> bool:
-        """Return True if there are eviction rules and they were not applied within the last `SECONDS_BETWEEN_RUNS`."""
+        """Return True if there are rules, not applied within `SECONDS_BETWEEN_RUNS`, and the store can be written."""
         passed = time.time() - self._rules_applied
         is_recent = 0.0 <= passed < SECONDS_BETWEEN_RUNS
         return bool(self._rules) and not is_recent and not self.read_only
 
     def apply_rules(self) -> None:
-        """Remove rows and files that one of the eviction rules evicts now; does nothing unless `rules_are_due`."""
+        """Remove rows and files that one of the rules evicts now, if `rules_are_due` and the folder is there."""
         if not self.rules_are_due() or self.gone():
             return
         now = time.time()
@@ -389,7 +389,7 @@ class DurableVariants:
                 self._interrupted.remove(file)
 
     def delete(self, files: Iterable[FileRef]) -> None:
-        """Delete files without a row, then settle them in the catalog. Never raises.
+        """Delete these files, which have no row, then settle them in the catalog. Never raises.
 
         Those with a reason in `FileRef.evicted` are counted and logged. A file that cannot be deleted is logged, and
         stays in `files_at_risk` until a later call, or the next opening of the store, succeeds.

@@ -187,7 +187,7 @@ class Catalog:
     def ruled_out(
         self, rules: Sequence[EvictionRule], now: float, page: int = 500
     ) -> Iterator[Listed]:
-        """Yield the rows that one of these rules evicts at this time; damaged rows are left to other checks."""
+        """Yield the rows that one of these rules evicts at `now`, in seconds since 1970; damaged rows are left out."""
         for columns in self._pages(_LISTED, page):
             row = _listed(*columns)
             if isinstance(row, Listed) and any(rule(row, now) for rule in rules):
@@ -305,7 +305,7 @@ class Catalog:
         return self._db.problems()
 
     def check_sums(self, *, repair: bool) -> str:
-        """Compare the stored sums over all rows with the rows; return what is (or was) wrong, or ""."""
+        """Compare the stored sums with the rows, with `repair` correct them; return what is (or was) wrong, or ""."""
         with self._db.snapshot() as connection:
             stored = sums.stored(connection)
             counted = sums.counted(connection)
@@ -493,7 +493,7 @@ class Catalog:
         return many, EvictionReason.COUNT_CAP
 
     def record_uses(self, uses: Mapping[str, Use]) -> None:
-        """Add to the uses of each variant id and compute its score again; ids without a row are passed over."""
+        """Add to the uses of each variant id, last used now, and score it again; ids without a row are passed over."""
         with self._db.writing() as connection:
             self._order.record_uses(connection, uses, at=time.time())
 

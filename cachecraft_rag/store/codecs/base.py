@@ -66,7 +66,7 @@ class Codec(ABC):
         return (BlockPart("", "U8", (nbytes,)),)
 
     def run(self, layout: KVLayout, tokens: int, start: int, stop: int) -> tuple[slice, ...]:
-        """Return slices of a block that are a block of tokens `start` to `stop`; () if it is only decoded whole."""
+        """Return slices of a block that form one of tokens `start` to `stop`; () if it is only decoded whole."""
         return ()
 
     @abstractmethod

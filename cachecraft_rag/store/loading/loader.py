@@ -63,7 +63,7 @@ class Loader:
         A second call does nothing.
 
         Chunk-caches of which a part failed to load are passed to `ChunkCacheStore.lost`, others of which a layer was
-        read to `keep`. The rate is remembered if all were in one tier.
+        read to `keep`. The rate is remembered if all were in one tier and it is known.
         """
         if not loads.close():
             return
