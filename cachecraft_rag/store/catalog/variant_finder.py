@@ -156,22 +156,25 @@ class VariantFinder:
 
         Those on the remote are removed there: other engines may have sent them. So are inexact ones that are older than
         the latest removal, because a remote does not say what has shaped them beside their origin prefix. Rows in the
-        catalog are there only if a removal was interrupted.
+        catalog are there only if a removal was interrupted. While it is not known what was removed, none of the
+        remote's are left.
         """
         names = set(lookup.variants)
         for variant in itertools.chain.from_iterable(lookup.variants.values()):
             names.update(variant.key.origin_prefix)
-        nothing: frozenset[str] = frozenset()
-        removed = self.ask(
-            "Removed chunks are not known",
-            lambda catalog: catalog.removals.among(names, namespace),
-            instead=nothing,
-        )
-        latest = self.ask(
-            "Removed chunks are not known",
-            lambda catalog: catalog.removals.latest(namespace) if self._remote is not None else 0.0,
-            instead=0.0,
-        )
+
+        def removals_in(catalog: Catalog) -> tuple[frozenset[str], float] | None:
+            latest = catalog.removals.latest(namespace) if self._remote is not None else 0.0
+            return catalog.removals.among(names, namespace), latest
+
+        known = self.ask("Removed chunks are not known", removals_in, instead=None)
+        if known is None:
+            here = {
+                chunk_id: [variant for variant in variants if variant.home == "disk"]
+                for chunk_id, variants in lookup.variants.items()
+            }
+            return replace(lookup, variants=here)
+        removed, latest = known
         if not removed and not latest:
             return lookup
         kept: dict[str, list[Variant]] = {}
