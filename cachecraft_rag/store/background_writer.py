@@ -78,7 +78,8 @@ class BackgroundWriter:
         """Queue a capture; return a future of the stored variant, or of the reason why the capture is dropped.
 
         Main memory holds the tensor at once, if it fits there; a capture that is dropped leaves memory too. A shared
-        capture that was queued and encoded is also sent to the remote, even if the disk or the catalog refuses it.
+        capture that was queued and encoded is also sent to the remote, even if it cannot be stored here, unless that is
+        because a chunk was removed.
 
         A drop is counted and logged; `CaptureDrop` lists the reasons. For a wrong `kv`, raises what `variant_of` does.
         """

@@ -62,7 +62,8 @@ T = TypeVar("T")
 class ChunkCacheStore(Closeable):
     """Chunk-caches by identity. Every method may be called from any thread; several processes may share one folder.
 
-    After `close` look-ups, loads and reads of the catalog raise StoreError, and captures are dropped.
+    After `close` look-ups, loads and reads of the catalog raise StoreError, and captures are dropped. `namespace` is a
+    tenant's, `fingerprint` a model's; `session` None means shared variants only.
     """
 
     def __init__(
@@ -173,7 +174,7 @@ class ChunkCacheStore(Closeable):
 
     @property
     def read_only(self) -> bool:
-        """True if the store could not be written when it was opened: its contents are reused, and nothing is added."""
+        """True if the store could not be written when it was opened: its contents are reused, and nothing changes."""
         return self._durable.read_only
 
     # -- the request's path -------------------------------------------------------------------------------------------
@@ -217,7 +218,7 @@ class ChunkCacheStore(Closeable):
         """Return what this store holds of each chunk, in the order given: shared variants and those of `session`.
 
         A remote is not asked, and the call is not counted as a look-up. If the catalog cannot be read, a warning is
-        logged and nothing is held.
+        logged, and every chunk has 0 tokens.
         """
         self._check_open()
         check_text("namespace", namespace)

@@ -180,7 +180,7 @@ class DurableVariants:
             raise
 
     def close(self) -> None:
-        """Close the catalog and delete this process's lock file, now or when the folder is opened again."""
+        """Close the catalog and delete the lock file, now or at the next opening; a second call does nothing."""
         self._writers.leave()
         self.catalog.close()
 
@@ -215,8 +215,8 @@ class DurableVariants:
 
         It takes the place of an older variant of the same identity. Others are evicted for the byte budget, the number
         of variants, and the number of variants of its chunk. For `extra_variant` and `sources` see
-        `types.captures.Capture`. Raises OSError if its file cannot be written. After an error it is deleted, now or at
-        the next opening of the store, and if it was begun, `on_removed` is called for the variant itself.
+        `types.captures.Capture`. Raises OSError if its file cannot be written. After an error the file is deleted,
+        now or when the store is opened next, and if it was begun, `on_removed` is called for the variant itself.
         """
         if self.read_only:
             return Unavailable(variant.variant_id, CaptureDrop.READ_ONLY, "the store is read-only")
@@ -277,7 +277,8 @@ class DurableVariants:
     def evict(self, chosen: RowFilter, *, down_to_bytes: int | None = None) -> Evicted:
         """Remove the chosen rows and their files: all, or the lowest-scored until at most `down_to_bytes` are left.
 
-        Chosen chunk ids are no longer remembered as evicted. On a full disk files are deleted and rows stay as misses.
+        These bytes are of all files. Chosen chunk ids are no longer remembered as evicted. On a full disk files are
+        deleted and rows stay as misses.
         """
         files = self.catalog.chosen(chosen, down_to_bytes=down_to_bytes)
         gone = self._evict(files, EvictionReason.ADMINISTRATOR, forget=chosen.chunk_ids or ())
@@ -288,7 +289,7 @@ class DurableVariants:
     def remove_chunks(
         self, chunk_ids: Sequence[str], *, namespace: str | None, refused: Sequence[str]
     ) -> list[Listed | DamagedRow]:
-        """Remove all variants that hold or were shaped by these chunks; refuse those shaped by `refused` from now on.
+        """Remove all variants that hold or were shaped by these chunks; refuse such ones of `refused` from now on.
 
         The refusal is noted first: no process stores such a variant after the rows were read here. The texts of audits
         are deleted, and so is the folder of an older version's chunk-caches, because no catalog says what shaped them.
@@ -457,7 +458,10 @@ class DurableVariants:
         return deleted, failure
 
     def check(self, *, repair: bool, progress: Callable[[Progress], None] | None) -> CheckReport:
-        """See `ChunkCacheStore.check`. Raises OSError if files cannot be listed or read."""
+        """Compare rows and files, with `repair` remove what is damaged, and report it; see `ChunkCacheStore.check`.
+
+        Raises OSError if files cannot be listed, StoreError to repair a store that cannot be written.
+        """
         if repair and self.read_only:
             raise StoreError(
                 f"{self.catalog.path.parent} cannot be written. Make it writable for this user to repair it."

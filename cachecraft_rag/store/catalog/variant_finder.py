@@ -52,7 +52,7 @@ class VariantFinder:
         session: str | None,
         bounds: RowBounds | None,
     ) -> LookupResult:
-        """Return the variants of chunks and why rows were refused, see `ChunkCacheStore.find`."""
+        """Return the variants within `bounds`, if given, shared or of `session`; see `ChunkCacheStore.find`."""
         lookup = LookupResult({chunk_id: [] for chunk_id in chunk_ids})
         self._find_here(lookup, namespace, fingerprint, session=session, bounds=bounds)
         if self._remote is not None:
@@ -64,13 +64,13 @@ class VariantFinder:
     def find_here(
         self, namespace: str, fingerprint: str, chunk_ids: Sequence[str], *, session: str | None
     ) -> LookupResult:
-        """Return the variants in the catalog; the remote is not asked."""
+        """Return the variants in the catalog, shared or of `session`; the remote is not asked."""
         lookup = LookupResult({chunk_id: [] for chunk_id in chunk_ids})
         self._find_here(lookup, namespace, fingerprint, session=session, bounds=None)
         return self._without_removed(lookup, namespace)
 
     def token_scores(self, variant_ids: Sequence[str]) -> dict[str, TokenScores]:
-        """Return variant id → token scores, see `ChunkCacheStore.token_scores`."""
+        """Return variant id → token scores, with `inter` None if unknown; see `ChunkCacheStore.token_scores`."""
         known: dict[str, TokenScores] = self.ask(
             "No token scores", lambda catalog: catalog.token_scores(variant_ids), instead={}
         )

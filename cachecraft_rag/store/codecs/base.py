@@ -71,7 +71,7 @@ class Codec(ABC):
 
     @abstractmethod
     def encode(self, kv: Tensor, *, layer: int, layers: int) -> Tensor:
-        """Return the block, uint8 `[bytes]`, of one layer of `layers`; it may share the memory of `kv`.
+        """Return the block, uint8 `[bytes]`, of layer `layer` (from 0) of `layers`; it may share the memory of `kv`.
 
         `kv` is `[2, tokens, kv_heads, head_dim]`, contiguous, on a CPU.
         """

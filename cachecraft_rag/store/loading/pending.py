@@ -1,8 +1,8 @@
 """Chunk-caches of a prompt that were not in memory at its planning, shared by their readers and the computing pass.
 
 Both work on one list of extents under one lock. Readers take extents from the end, the pass takes tokens from the first
-extent that is not complete, and neither takes what the other has. If the pass takes all of an extent while it is being
-read, the extent is dropped once its current layer has been read.
+extent that is not complete. If the pass takes all of an extent while it is being read, the extent is dropped once its
+current layer has been read.
 
 A prompt of 16,384 tokens has 256 extents of 32 layers, and each read needs the next extent. So counts and cursors are
 kept up to date instead of searching the list again; `python -m benchmarks loader-bookkeeping` measures this.
@@ -38,7 +38,7 @@ class KVSink(Protocol):
     """Destination of loaded chunk-caches."""
 
     def place(self, layer: int, chunk: Tensor, start: int) -> None:
-        """Copy one layer of a chunk, `[2, tokens, kv_heads, head_dim]`, raw keys and values, to position `start` on.
+        """Copy a layer of a chunk, raw `[2, tokens, kv_heads, head_dim]`, to the prompt's positions from `start` on.
 
         The memory of `chunk` is used again after the call. Several threads may call it at the same time, for different
         places.
@@ -457,8 +457,7 @@ class PendingLoads:
     def give_up(self, positions: Iterable[int]) -> None:
         """Mark extents with any of these positions as lost, because another rank could not read them.
 
-        They are loaded and placed no further, and `failed` does not name them. Those that failed here too stay as they
-        are.
+        They are loaded and placed no further, and `failed` does not name them. It names those that failed here too.
         """
         unusable = frozenset(positions)
         if not unusable:
