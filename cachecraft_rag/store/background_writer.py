@@ -78,9 +78,10 @@ class BackgroundWriter:
         """Queue a capture; return a future of the stored variant, or of the reason why the capture is dropped.
 
         Main memory holds the tensor at once, if it fits there; a capture that is dropped leaves memory too. A shared
-        capture that was queued and encoded is also sent to the remote, even if the disk or the catalog refuses it.
+        capture that was queued and encoded is also sent to the remote, even if it cannot be stored here, unless that is
+        because a chunk was removed.
 
-        A drop is counted and logged, never raised; `CaptureDrop` lists the reasons.
+        A drop is counted and logged; `CaptureDrop` lists the reasons. For a wrong `kv`, raises what `variant_of` does.
         """
         variant = self._variant_of(capture)
         ticket = next(self._tickets)
@@ -363,7 +364,7 @@ def _closed(variant: Variant) -> Unavailable:
 
 
 def log_mistake(future: Future[T]) -> None:
-    """Log the exception of a background job that is done: it is a bug, and no caller may look at the future."""
+    """Log the exception, if any, of a background job that is done: a bug, and maybe no caller looks at the future."""
     if not future.cancelled() and (error := future.exception()) is not None:
         logger.error("A background job failed", exc_info=error)
 

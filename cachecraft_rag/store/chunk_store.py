@@ -62,7 +62,8 @@ T = TypeVar("T")
 class ChunkCacheStore(Closeable):
     """Chunk-caches by identity. Every method may be called from any thread; several processes may share one folder.
 
-    After `close` look-ups, loads and reads of the catalog raise StoreError, and captures are dropped.
+    After `close` look-ups, loads and reads of the catalog raise StoreError, and captures are dropped. `namespace` is a
+    tenant's, `fingerprint` a model's; `session` None means shared variants only.
     """
 
     def __init__(
@@ -159,8 +160,9 @@ class ChunkCacheStore(Closeable):
         Chunk-caches that one of the `rules` evicts leave now and while the store is used, see `catalog.eviction_rules`.
         With a `share`, loaded tensors and memory have the heads of one tensor-parallel rank only; files have all.
 
-        Limits and a policy that are set are stored with the folder. A store of another version is moved to "set-aside";
-        a folder that cannot be written is opened `read_only`. Both log a warning.
+        Limits and a policy that are set are stored with the folder, and chunk-caches beyond `disk_bytes` and
+        `max_variants` leave. A store of another version is moved to "set-aside"; a folder that cannot be written is
+        opened `read_only`. Both log a warning.
         """
         check_path("root", root)
         check_kind("config", config, StoreConfig, optional=True)
@@ -172,7 +174,7 @@ class ChunkCacheStore(Closeable):
 
     @property
     def read_only(self) -> bool:
-        """True if the store could not be written when it was opened: its contents are reused, and nothing is added."""
+        """True if the store could not be written when it was opened: its contents are reused, and nothing changes."""
         return self._durable.read_only
 
     # -- the request's path -------------------------------------------------------------------------------------------
@@ -216,7 +218,7 @@ class ChunkCacheStore(Closeable):
         """Return what this store holds of each chunk, in the order given: shared variants and those of `session`.
 
         A remote is not asked, and the call is not counted as a look-up. If the catalog cannot be read, a warning is
-        logged and nothing is held.
+        logged, and every chunk has 0 tokens.
         """
         self._check_open()
         check_text("namespace", namespace)
@@ -232,16 +234,16 @@ class ChunkCacheStore(Closeable):
         ]
 
     def token_scores(self, variant_ids: Sequence[str]) -> dict[str, TokenScores]:
-        """Return variant id → a copy of its token scores; `inter` is None for a variant whose scores are not known.
+        """Return variant id → a copy of its token scores; `inter` is None if they are not known.
 
-        Those of a variant on the remote are known only if this process has seen its row in a look-up.
+        Known are those in the catalog, if it can be read, and those on the remote whose row a look-up here has seen.
         """
         return self._finder.token_scores(variant_ids)
 
     def seen_texts(self, names: Sequence[str]) -> set[str]:
-        """Note that these texts were seen in prompts; return those seen before (see `FoundTexts.seen`).
+        """Note that these texts (their digests, see `FoundTexts.seen`) were in prompts; return those seen before.
 
-        Returns an empty set if the folder cannot be written, or the catalog cannot be used.
+        Returns an empty set, and notes nothing, if the folder cannot be written, or the catalog cannot be used.
         """
         self._check_open()
         if self._durable.read_only:
@@ -258,7 +260,7 @@ class ChunkCacheStore(Closeable):
         *,
         session: str | None = None,
     ) -> list[MarkedText]:
-        """Return the texts with one of these marks, see `FoundTexts.marked`; [] if the catalog cannot be read."""
+        """Return the stored texts, shared or of `session`, with one of these marks; [] for an unreadable catalog."""
         return self._finder.ask(
             "No text is recognised",
             lambda catalog: catalog.texts.marked(namespace, fingerprint, marks, session=session),
@@ -353,13 +355,13 @@ class ChunkCacheStore(Closeable):
                 self._writer.keep_copy(replace(stored.variant, home="disk"), encoded)
 
     def keeps(self, stored: StoredVariant) -> bool:
-        """Return True if the tensor fits the host tier's budget; else the loader may release it once placed."""
+        """Return True if its tensor is there and fits the host tier; else the loader may release it once placed."""
         return stored.kv is not None and self._memory.host.admits(stored.kv.nbytes)
 
     def lost(self, variant: Variant, why: Unavailable) -> None:
-        """Count and log that a variant could not be read; one whose reason is `Damaged` is removed where it was found.
+        """Count and log that a variant could not be read; one that is `Damaged` is removed where it was found.
 
-        An opened variant is not closed here.
+        The removal runs in the background. An opened variant is not closed here.
         """
         remote = self._remote if variant.home == "remote" else None
         with self._lock:
@@ -403,7 +405,7 @@ class ChunkCacheStore(Closeable):
         return LoadedVariant(variant.variant_id, kv, stored.tier)
 
     def read_in_background(self, job: Callable[[], None]) -> bool:
-        """Run a job on one of the reading threads; return False if it is dropped. Its exception is logged.
+        """Queue a job for the reading threads; return False if it is dropped, after `close`. Its exception is logged.
 
         Without room for a thread it returns False too, but another reading thread may still run the job.
         """
@@ -427,7 +429,7 @@ class ChunkCacheStore(Closeable):
     def used(self, variant_id: str, recomputed: float, tokens: int) -> None:
         """Record a use, which raises the eviction score in memory and catalog (written in batches); see `Use.of`.
 
-        `recomputed` is the share of the chunk's `tokens`, 1 or more, that was recomputed, from 0 to 1.
+        `recomputed` is the share of the chunk's `tokens` (1 or more) that was recomputed, 0 to 1. Ignores unknown ids.
         """
         self._home.require()
         use = Use.of(recomputed, tokens)
@@ -456,11 +458,11 @@ class ChunkCacheStore(Closeable):
         )
 
     def remote_stats(self, *, ask: bool) -> RemoteStats | None:
-        """Return counts of this process on the remote, and with `ask` its sizes (at most two seconds)."""
+        """Return this process's counts on the remote, with `ask` also sizes (at most two seconds); None without one."""
         return self._remote.stats(ask=ask) if self._remote is not None else None
 
     def counts(self) -> dict[str, Any]:
-        """Return the fields of `StoreStats` that need neither catalog nor remote; also possible after `close`."""
+        """Return, by name, the bytes held and the outcomes among the fields of `StoreStats`; possible after `close`."""
         queued_bytes, captures = self._writer.counts()
         with self._lock:
             return {
@@ -477,7 +479,7 @@ class ChunkCacheStore(Closeable):
     def rows(
         self, chosen: RowFilter | None = None, *, offset: int = 0, limit: int = 100
     ) -> list[Listed]:
-        """Return a page of all variants, private ones too, highest eviction score first; [] after the last one.
+        """Return a page of the chosen variants (None: all), private ones too, highest score first; [] after the last.
 
         Damaged rows count towards `offset` and `limit` but are left out, so any page may be shorter than `limit`.
         """
@@ -520,10 +522,10 @@ class ChunkCacheStore(Closeable):
         """Remove chunks because their documents were removed: nothing here may hold or be shaped by them any more.
 
         All variants of these chunks leave, and all variants of other chunks that were captured after one of them, or
-        after a reused variant that it had shaped. Until `readmit_chunks` no process that shares the folder stores such
-        a variant (`CaptureDrop.REMOVED`), and look-ups return none. On a remote, the variants that this store knows of
-        are removed in the background, and others when a look-up meets them. `namespace` None means all. As in `evict`,
-        `before_removal` is called.
+        after a reused variant that it may have shaped. Until `readmit_chunks` no process that shares the folder stores
+        such a variant (`CaptureDrop.REMOVED`), and look-ups return none. On a remote, these chunks and variants that
+        this store knows of are removed in the background, and others when a look-up meets them. Texts of audits and a
+        "set-aside" store are deleted. `namespace` None means all. As in `evict`, `before_removal` is called.
 
         Returns the number of the variants that were removed from the folder, and their bytes on disk.
         """
@@ -556,10 +558,10 @@ class ChunkCacheStore(Closeable):
     def readmit_chunks(
         self, chunk_ids: Sequence[str], *, namespace: str | None = None
     ) -> frozenset[str]:
-        """Let these chunks be stored again, because a document with their text was added; return those still removed.
+        """Let these chunks be stored again, because a document with their text was added.
 
-        Without ids it only returns these. `namespace` None means all; chunks that were removed in all namespaces are
-        let in again everywhere, also if one is named.
+        Returns the ids of all chunks that are still removed; without `chunk_ids` it does nothing else. `namespace` None
+        means all; chunks that were removed in all namespaces are let in again everywhere, also if one is named.
         """
         names = _checked_ids(chunk_ids, namespace)
         self._require_folder()
@@ -571,8 +573,9 @@ class ChunkCacheStore(Closeable):
     def sync_chunks(self, chunk_ids: Collection[str], *, namespace: str | None = None) -> Evicted:
         """Remove every chunk-cache that holds another text than these chunks, or was shaped by one.
 
-        Those of instructions stay. Chunks that leave are refused from then on, as after `remove_chunks`; these ones are
-        stored again. Captures under way are not waited for; one of another chunk is removed by the next call.
+        Those of instructions stay. Chunks that leave are refused from then on, as after `remove_chunks`, and
+        `before_removal` is called for them; given chunks that were removed earlier are let in again. A first capture of
+        another chunk that is under way is not waited for; the next call removes it.
 
         Args:
             chunk_ids: ids of the chunks that stay; () removes all but the instructions.
@@ -595,7 +598,7 @@ class ChunkCacheStore(Closeable):
     def check(
         self, *, repair: bool = False, progress: Callable[[Progress], None] | None = None
     ) -> CheckReport:
-        """Compare rows and files, read every byte, and report flaws, with `repair` the repaired ones too.
+        """Compare rows and files, read every byte, and report flaws; with `repair` also remove damaged rows and files.
 
         Safe while other processes read and write: files that a running writer uses are skipped. The rate limit of
         reading applies. A remote is not checked. Foreign files, files that cannot be read at present, and a damaged
@@ -614,8 +617,8 @@ class ChunkCacheStore(Closeable):
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until all captures and uses so far are written, and sent to the remote, or dropped.
 
-        Returns False after `timeout` seconds in all. A capture that could not be written counts as done; see its
-        future.
+        Returns False after `timeout` seconds in all (None: no limit), otherwise True. A capture that could not be
+        written counts as done; see its future.
         """
         self._home.require()
         check_number("timeout", timeout, most=MOST_SECONDS, optional=True)

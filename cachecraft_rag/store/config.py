@@ -124,7 +124,7 @@ class StoreConfig:
 
     @property
     def given_limits(self) -> dict[str, int]:
-        """Return name → limit for the limits that are set here; the folder stores these."""
+        """Return name → limit for those of `DEFAULT_LIMITS` that are not None here; the folder stores these."""
         given = {name: getattr(self, name) for name in DEFAULT_LIMITS}
         return {name: value for name, value in given.items() if value is not None}
 

@@ -68,7 +68,7 @@ def failure_of(error: sqlite3.Error) -> Failure:
 
 
 def locked_by(path: Path) -> str:
-    """Return a phrase that says which process locks a SQLite file, as far as the system tells."""
+    """Return "is locked by another process", with its id where the system tells; whether it is, is not checked."""
     inodes = set()
     for file in (path, path.with_name(f"{path.name}-shm")):
         with suppress(OSError):
@@ -148,7 +148,10 @@ class Database:
                 raise
 
     def close(self) -> None:
-        """Close both connections, after blocks that run in other threads. All other calls but `problems` then fail."""
+        """Close both connections, after blocks that run in other threads; a second call does nothing.
+
+        All other calls but `problems` then fail.
+        """
         with self._open_lock:
             self._closed = True
         with self._read_lock:
@@ -170,7 +173,7 @@ class Database:
         """Return a block that lends the connection that writes, in a transaction; no other writer gets in between.
 
         It may not be nested, and an exception in it undoes its changes. With `removes` it removes content for good
-        (`note_removal`): once the block has ended, no power cut takes it back.
+        (`note_removal`): once the block has ended, no power cut takes it back. For a read-only file the call raises.
         """
         if self.read_only:
             raise self._error(

@@ -109,7 +109,7 @@ class Caches(Protocol):
         """
 
     def remove_chunks(self, chunk_ids: Sequence[str]) -> Evicted:
-        """Remove all chunk-caches that hold or were shaped by these chunks, and refuse new ones until readmitted."""
+        """Remove what holds or was shaped by these chunks, and refuse it until readmitted; return as `evict` does."""
 
     def readmit_chunks(self, chunk_ids: Sequence[str]) -> frozenset[str]:
         """Let chunk-caches of these chunks be stored again; return the ids of the chunks that stay removed."""
@@ -180,12 +180,12 @@ class DurableVariants:
             raise
 
     def close(self) -> None:
-        """Close the catalog and delete this process's lock file, now or when the folder is opened again."""
+        """Close the catalog and delete the lock file, now or at the next opening; a second call does nothing."""
         self._writers.leave()
         self.catalog.close()
 
     def gone(self) -> bool:
-        """Return True if the folder was deleted or replaced since it was opened, or cannot be looked at now.
+        """Return True if the folder was deleted or replaced since it was opened (for good), or is out of reach now.
 
         SQLite continues with a deleted file without noticing, and new files would be in a folder without a catalog.
         """
@@ -198,7 +198,7 @@ class DurableVariants:
         return self._gone
 
     def evictions(self) -> dict[EvictionReason, int]:
-        """Return reason → number of variants removed from the folder, also those whose rows stay on a full disk."""
+        """Return reason → number of variants that this process removed, also those whose rows stay on a full disk."""
         with self._lock:
             return dict(self._evictions)
 
@@ -215,8 +215,8 @@ class DurableVariants:
 
         It takes the place of an older variant of the same identity. Others are evicted for the byte budget, the number
         of variants, and the number of variants of its chunk. For `extra_variant` and `sources` see
-        `types.captures.Capture`. After an error its file is deleted, now or when the store is opened next, and if the
-        file was begun, `on_removed` is called for the variant itself.
+        `types.captures.Capture`. Raises OSError if its file cannot be written. After an error the file is deleted,
+        now or when the store is opened next, and if it was begun, `on_removed` is called for the variant itself.
         """
         if self.read_only:
             return Unavailable(variant.variant_id, CaptureDrop.READ_ONLY, "the store is read-only")
@@ -277,7 +277,8 @@ class DurableVariants:
     def evict(self, chosen: RowFilter, *, down_to_bytes: int | None = None) -> Evicted:
         """Remove the chosen rows and their files: all, or the lowest-scored until at most `down_to_bytes` are left.
 
-        Chosen chunk ids are no longer remembered as evicted. On a full disk files are deleted and rows stay as misses.
+        These bytes are of all files. Chosen chunk ids are no longer remembered as evicted. On a full disk files are
+        deleted and rows stay as misses.
         """
         files = self.catalog.chosen(chosen, down_to_bytes=down_to_bytes)
         gone = self._evict(files, EvictionReason.ADMINISTRATOR, forget=chosen.chunk_ids or ())
@@ -288,11 +289,11 @@ class DurableVariants:
     def remove_chunks(
         self, chunk_ids: Sequence[str], *, namespace: str | None, refused: Sequence[str]
     ) -> list[Listed | DamagedRow]:
-        """Remove all variants of these chunks, and those captured after one of them; refuse those of `refused`.
+        """Remove all variants that hold or were shaped by these chunks; refuse such ones of `refused` from now on.
 
         The refusal is noted first: no process stores such a variant after the rows were read here. The texts of audits
         are deleted, and so is the folder of an older version's chunk-caches, because no catalog says what shaped them.
-        Returns the rows that were there.
+        Returns the removed rows. `namespace` None means all.
         """
         removed_rows: list[Listed | DamagedRow] = []
         try:
@@ -315,13 +316,13 @@ class DurableVariants:
         return removed_rows
 
     def rules_are_due(self) -> bool:
-        """Return True if there are eviction rules and they were not applied within the last `SECONDS_BETWEEN_RUNS`."""
+        """Return True if there are rules, not applied within `SECONDS_BETWEEN_RUNS`, and the store can be written."""
         passed = time.time() - self._rules_applied
         is_recent = 0.0 <= passed < SECONDS_BETWEEN_RUNS
         return bool(self._rules) and not is_recent and not self.read_only
 
     def apply_rules(self) -> None:
-        """Remove rows and files that one of the eviction rules evicts now; does nothing unless `rules_are_due`."""
+        """Remove rows and files that one of the rules evicts now, if `rules_are_due` and the folder is there."""
         if not self.rules_are_due() or self.gone():
             return
         now = time.time()
@@ -389,7 +390,7 @@ class DurableVariants:
                 self._interrupted.remove(file)
 
     def delete(self, files: Iterable[FileRef]) -> None:
-        """Delete files without a row, then settle them in the catalog. Never raises.
+        """Delete these files, which have no row, then settle them in the catalog. Never raises.
 
         Those with a reason in `FileRef.evicted` are counted and logged. A file that cannot be deleted is logged, and
         stays in `files_at_risk` until a later call, or the next opening of the store, succeeds.
@@ -457,7 +458,10 @@ class DurableVariants:
         return deleted, failure
 
     def check(self, *, repair: bool, progress: Callable[[Progress], None] | None) -> CheckReport:
-        """See `ChunkCacheStore.check`. Raises OSError if files cannot be listed or read."""
+        """Compare rows and files, with `repair` remove what is damaged, and report it; see `ChunkCacheStore.check`.
+
+        Raises OSError if files cannot be listed, StoreError to repair a store that cannot be written.
+        """
         if repair and self.read_only:
             raise StoreError(
                 f"{self.catalog.path.parent} cannot be written. Make it writable for this user to repair it."

@@ -39,7 +39,7 @@ class Use(NamedTuple):
 
     @classmethod
     def of(cls, recomputed: float, tokens: int) -> Use:
-        """Return one use of a chunk of `tokens` (1 or more), of which this fraction was recomputed; NaN counts as 1."""
+        """Return one use of a chunk of `tokens` (1 or more); `recomputed` is cut to 0 to 1, and NaN counts as 1."""
         share = max(recomputed, 0.0) if recomputed <= 1.0 else 1.0
         return cls(1.0 / max(share, 1.0 / tokens), 1.0 - share)
 
@@ -84,10 +84,9 @@ class Policy(Protocol):
 def worth(*, saved: float, exact_share: float) -> float:
     """Return (1 + saved) · (1 + exact share): more saving and more exact captures keep a variant longer.
 
-    1 + saved: the request that computed the chunk counts too. Otherwise every unused variant would be worth 0, and
-    exact captures among them could not be preferred. 1 + exact share instead of exact share: otherwise a capture
-    without any exact context would stay at 0 however often it is used. With this formula it needs at most twice the
-    uses.
+    `saved` sums the `Use.saved` of all uses; `exact_share` is from 0 to 1. 1 + saved: the request that computed the
+    chunk counts too. Otherwise every unused variant would be worth 0, and exact captures among them could not be
+    preferred. 1 + exact share: otherwise a capture without any exact context would stay at 0 however often it is used.
 
     >>> worth(saved=0.0, exact_share=1.0), worth(saved=3.0, exact_share=0.5)
     (2.0, 6.0)

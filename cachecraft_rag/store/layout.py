@@ -354,7 +354,7 @@ class StoredVariant:
         return self.kv[layer, :, start:stop]
 
     def scratch(self, tokens: int, old: torch.Tensor | None) -> torch.Tensor:
-        """Return an uninitialised tensor `[2, tokens, kv_heads, head_dim]` for `read`, in the dtype of `kv`.
+        """Return an uninitialised tensor `[2, tokens, kv_heads, head_dim]` for `read`, of all heads, in `kv`'s dtype.
 
         It is in the memory of `old`, an earlier result, if that has this dtype and is large enough.
         """
@@ -457,7 +457,7 @@ def open_source(source: ByteSource, variant: Variant) -> StoredVariant | Unavail
 def unreadable(variant_id: str, error: Exception) -> Unavailable:
     """Return the miss for an exception of `StoredVariant`: a `Damaged` for ValueError, which means damage.
 
-    Any other exception is one of the system, and reading may succeed later.
+    For any other, `NO_MEMORY` or `UNREADABLE`: the system has refused, and reading may succeed later.
     """
     if isinstance(error, ValueError):
         return Damaged(variant_id, LoadFailure.DAMAGED, str(error))
@@ -489,9 +489,9 @@ def longest_payload(variant: Variant, layout: KVLayout) -> int:
 def in_range(values: torch.Tensor) -> bool:
     """Return True if all values are finite and none is larger than a key or value can be, 1e9 in size.
 
-    `values` holds at least one, of any shape, on the CPU. Compares bits, which sort like the values: positive numbers
-    as signed, negative ones as unsigned integers. So NumPy needs a single pass without a copy; torch would divide it
-    among threads, which wait for each other.
+    `values` holds at least one, of any shape and a dtype of `KVLayout`, on the CPU. Compares bits, which sort like the
+    values: positive numbers as signed, negative ones as unsigned integers. So NumPy needs a single pass without a copy;
+    torch would divide it among threads, which wait for each other.
 
     >>> import torch
     >>> [in_range(torch.tensor([1.0, value])) for value in (-1e9, 2e9, float("-inf"), float("nan"))]

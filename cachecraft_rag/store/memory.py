@@ -135,7 +135,7 @@ class MemoryTier:
         return True
 
     def read(self, variant: Variant) -> LoadedVariant | None:
-        """Return the tensor of this very capture itself, not a copy; None if it is not held. Records no use."""
+        """Return the tensor of this very capture (id and time), not a copy; None if it is not held. Records no use."""
         with self._lock:
             held = self._held.get(variant.variant_id)
         if held is None or held.variant.created != variant.created:
@@ -214,7 +214,7 @@ class Memory:
         self.host.policy = self.device.policy = policy
 
     def read(self, variant: Variant) -> LoadedVariant | None:
-        """Return the tensor of this very capture, not a copy, from the device or the host tier. Records no use."""
+        """Return the tensor of this capture (id and time), not a copy, from device or host, or None. Records no use."""
         return self.device.read(variant) or self.host.read(variant)
 
     def __contains__(self, variant: Variant) -> bool:
@@ -237,7 +237,7 @@ class Memory:
         self.host.add(variant, to_host(kv, pinned=self.host.admits(kv.nbytes)))
 
     def promote(self, held: LoadedVariant, variant: Variant) -> None:
-        """Copy a tensor of the host tier to the device tier, unless it is there; the host tier keeps its own too."""
+        """Copy a tensor of the host tier to the device tier, if any, unless it is there; the host keeps its own."""
         if self.device.budget_bytes and held.tier == "host" and variant not in self.device:
             self.device.add(variant, held.kv.to(self._place))
 

@@ -26,7 +26,7 @@ _ROUNDING = 1.001  # tolerance for sums of attention, which is at most 1 per tok
 class LookupResult:
     """Result of a look-up.
 
-    variants  chunk id → variants, for every given id; a list may be empty
+    variants  chunk id → variants in no order, for every given id; a list may be empty
     refused   chunk id → reason why a stored variant was refused; other variants of the chunk may have been found
     removed   those of the given chunks that were removed with their documents: nothing of them is stored
     remote    outcome of the remote look-up: "answered", "left alone", "too slow" or "failed"; None if the look-up did

@@ -65,7 +65,7 @@ class SerialWorker:
         self._jobs.put(None)
 
     def shut_down(self) -> None:
-        """Finish all jobs, and end the thread; wait for both without limit.
+        """Finish all jobs, and end the thread; wait for both without limit. A second call does nothing.
 
         Jobs that wait for a thread which could not start run here. A call in the thread itself does not wait.
         """

@@ -23,6 +23,7 @@ from cachecraft_rag.retrievers.index.faiss_store import FaissStore
 from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store import ChunkCacheStore, RowFilter
 from cachecraft_rag.store.catalog.eviction_rules import EvictionRule
+from cachecraft_rag.store.remote import RemoteConfig, RemoteTuning
 from cachecraft_rag.types.captures import Capture, TokenScores
 from cachecraft_rag.types.documents import Chunk
 from cachecraft_rag.types.kv_layout import KVLayout
@@ -114,6 +115,21 @@ def test_a_folder_that_vanishes_is_noticed_once(
             assert len(other.find("ns", "model", ["other"]).variants["other"]) == 1
     else:
         assert not root.exists()
+
+
+def test_a_remote_is_not_used_while_it_is_not_known_what_was_removed(tmp_path: Path) -> None:
+    (tmp_path / "shared").mkdir()
+    patient = RemoteTuning(lookup_timeout_s=5.0, connect_timeout_s=5.0, read_timeout_s=5.0)
+    remote = RemoteConfig(f"file://{tmp_path}/shared", tuning=patient)
+    with (
+        ChunkCacheStore.open(tmp_path / "sender", remote=remote) as sender,
+        ChunkCacheStore.open(tmp_path / "caches", remote=remote) as store,
+    ):
+        sender.put(capture()).result()
+        assert sender.flush(10)
+        assert len(store.find("ns", "model", ["chunk"]).variants["chunk"]) == 1
+        shutil.rmtree(tmp_path / "caches")
+        assert store.find("ns", "model", ["chunk"]).variants == {"chunk": []}
 
 
 def test_closing_does_no_harm_to_a_store_that_is_open_in_its_place(tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ _INSERT = (
 
 
 class Catalog:
-    """The rows of a chunk-cache store. Any thread may call any method.
+    """The rows of a chunk-cache store. Any thread may call any method. `writer` is a `Writers.token`.
 
     Failures of SQLite are `StoreError`. On a full disk a method that changes the catalog raises its subclass
     `DiskFullError`. A catalog that cannot be written (`read_only`) can be read, and every change raises StoreError.
@@ -187,7 +187,7 @@ class Catalog:
     def ruled_out(
         self, rules: Sequence[EvictionRule], now: float, page: int = 500
     ) -> Iterator[Listed]:
-        """Yield the rows that one of these rules evicts at this time; damaged rows are left to other checks."""
+        """Yield the rows that one of these rules evicts at `now`, in seconds since 1970; damaged rows are left out."""
         for columns in self._pages(_LISTED, page):
             row = _listed(*columns)
             if isinstance(row, Listed) and any(rule(row, now) for rule in rules):
@@ -229,7 +229,7 @@ class Catalog:
             return connection.execute(query, asked).fetchone() is not None
 
     def at_risk(self) -> dict[str, list[FileRef]]:
-        """Return writer (`Writers.token`) → files that may exist without a row; `file_bytes` are those reserved."""
+        """Return writer → files that may exist without a row; `file_bytes` are those reserved."""
         files: dict[str, list[FileRef]] = {}
         with self._db.reading() as connection:
             query = "SELECT writer, variant_id, created, reserved_bytes FROM files_at_risk"
@@ -273,8 +273,7 @@ class Catalog:
     def others(self, chunk_ids: Collection[str], *, namespace: str | None) -> OtherTexts:
         """Return the ids of all texts that variants hold or were shaped by, but for these chunks and instructions.
 
-        An instruction is the first segment of an origin prefix. `namespace` None means all namespaces. It reads every
-        row. Raises StoreError if the catalog cannot be read.
+        An instruction is the first segment of an origin prefix. `namespace` None means all. It reads every row.
         """
         query = f"""SELECT v.chunk_id, v.origin_prefix, v.tokens_digest, v.session, sh.chunk_ids
             FROM {_SCOPED} LEFT JOIN shaping AS sh USING (variant_id) WHERE {_IN_NAMESPACE}"""
@@ -305,7 +304,7 @@ class Catalog:
         return self._db.problems()
 
     def check_sums(self, *, repair: bool) -> str:
-        """Compare the stored sums over all rows with the rows; return what is (or was) wrong, or ""."""
+        """Compare the stored sums with the rows, with `repair` correct them; return what is (or was) wrong, or ""."""
         with self._db.snapshot() as connection:
             stored = sums.stored(connection)
             counted = sums.counted(connection)
@@ -456,7 +455,7 @@ class Catalog:
             )
 
     def compact(self) -> None:
-        """Write the file again without what an administrator removed, see `Database.compact`."""
+        """Write the file again without what an administrator removed, if anything; see `Database.compact`."""
         self._db.compact()
 
     def limits(self) -> dict[str, int]:
@@ -493,7 +492,7 @@ class Catalog:
         return many, EvictionReason.COUNT_CAP
 
     def record_uses(self, uses: Mapping[str, Use]) -> None:
-        """Add to the uses of each variant id and compute its score again; ids without a row are passed over."""
+        """Add to the uses of each variant id, last used now, and score it again; ids without a row are passed over."""
         with self._db.writing() as connection:
             self._order.record_uses(connection, uses, at=time.time())
 

@@ -68,7 +68,10 @@ class ScoredRow(NamedTuple):
 
 
 class EvictionOrder:
-    """Scores of rows, from which the lowest leaves first. All methods work in the transaction of their connection."""
+    """Scores of rows, from which the lowest leaves first. All methods work in the transaction of their connection.
+
+    `scope` is the catalog's number of a namespace and fingerprint.
+    """
 
     def __init__(self, database: Database, policy: Policy | None) -> None:
         """Use this policy from now on; None: that of the last opening that named one.
@@ -85,14 +88,17 @@ class EvictionOrder:
                 self._score_all(connection)
 
     def lowest(self, connection: sqlite3.Connection, count: int) -> list[ScoredRow]:
-        """Return the `count` lowest-scored rows; a negative number counts as 0."""
+        """Return the `count` lowest-scored rows, lowest first, the oldest of equal ones; below 0 counts as 0."""
         query = f"{_ROW} ORDER BY score, created LIMIT ?"
         return [ScoredRow(*row) for row in connection.execute(query, (max(0, count),))]
 
     def freeing(
         self, connection: sqlite3.Connection, excess: float, chosen: RowFilter | None = None
     ) -> tuple[list[ScoredRow], float]:
-        """Return the lowest-scored of the chosen rows (None: all) that free `excess` bytes; and the bytes missing."""
+        """Return the lowest-scored of the chosen rows (None: all) that free `excess` bytes; and the bytes missing.
+
+        The lowest is first. Without any excess there are no rows.
+        """
         parameters: Sequence[str | float] = ()
         query = f"{_ROW} ORDER BY score, created"
         if chosen is not None:
@@ -144,7 +150,7 @@ class EvictionOrder:
         connection.executemany(_USED, changed)
 
     def evicted(self, connection: sqlite3.Connection, rows: Sequence[ScoredRow]) -> list[FileRef]:
-        """Move the clock to the scores of rows about to be evicted, remember their uses; return their files."""
+        """Move the clock (`ticked`) for rows about to be evicted, remember their chunks' uses; return their files."""
         clock = _clock(connection)
         many = False
         for row in rows:
@@ -160,7 +166,10 @@ class EvictionOrder:
     def returned(
         self, connection: sqlite3.Connection, scope: int, chunk_id: str, *, first: bool
     ) -> Use | None:
-        """Return, once, the uses of an evicted chunk whose `first` variant returns, and move the clock; else None."""
+        """Forget that a chunk was evicted; if its `first` variant returns, move the clock and return the chunk's uses.
+
+        Returns None for another variant, and if the chunk is not remembered as evicted.
+        """
         query = f"DELETE FROM departed WHERE scope = ? AND chunk_id = ? RETURNING {_FREQUENCY}, {_SAVED}, place"
         departed = connection.execute(query, (scope, chunk_id)).fetchall()
         if not departed or not first:
@@ -174,7 +183,7 @@ class EvictionOrder:
         return Use(*uses)
 
     def forget(self, connection: sqlite3.Connection, chunk_ids: Sequence[str]) -> None:
-        """Forget that these chunks were evicted: `returned` then returns None for them."""
+        """Forget that these chunks, of any scope, were evicted: `returned` then returns None for them."""
         if chunk_ids:
             query = "DELETE FROM departed WHERE chunk_id IN (SELECT value FROM json_each(?))"
             connection.execute(query, (json.dumps(list(chunk_ids)),))

@@ -61,10 +61,10 @@ class FoundTexts:
         return known
 
     def mark(self, namespace: str, fingerprint: str, chunk_id: str, mark: tuple[int, int]) -> None:
-        """Store a mark, by which a captured text is found in prompts, and its place in the text (`Capture.mark`).
+        """Store a mark, by which a captured text is found in prompts, and the position of its last token.
 
-        A text can have several marks; a new place of the same mark replaces the earlier one. The chunk need not be
-        stored. Does nothing if no chunk-cache of this namespace and fingerprint was ever stored.
+        For both see `Capture.mark`. A text can have several marks; a new place of the same mark replaces the earlier
+        one. The chunk need not be stored. Does nothing if nothing of this namespace and fingerprint was ever stored.
         """
         with self._db.writing() as connection:
             number, place = mark

@@ -59,7 +59,7 @@ class Removals:
             )
 
     def latest(self, namespace: str) -> float:
-        """Return the time of the latest removal, in seconds since 1970; 0.0 without any."""
+        """Return the time of the latest removal noted for this namespace or all, in seconds since 1970; 0.0 without."""
         query = f"SELECT coalesce(max(removed), 0.0) FROM removed_chunks WHERE {_ANY}"
         with self._db.reading() as connection:
             latest: float = fetched(connection, query, {"namespace": namespace})[0][0]
@@ -74,7 +74,7 @@ class Removals:
 def removed_among(
     connection: sqlite3.Connection, chunk_ids: Iterable[str], namespace: str
 ) -> frozenset[str]:
-    """Return those of these chunks that were removed, as of the connection's transaction."""
+    """Return those of these chunks that were removed in this namespace or in all, as the connection sees them."""
     query = f"SELECT chunk_id FROM removed_chunks WHERE {_GIVEN}"
     rows = fetched(connection, query, _given(chunk_ids, namespace))
     return frozenset(name for (name,) in rows)
@@ -83,10 +83,10 @@ def removed_among(
 def shaping_of(
     connection: sqlite3.Connection, key: VariantKey, sources: Iterable[Variant]
 ) -> frozenset[str] | None:
-    """Return the ids of chunks that have shaped a capture and are not in its origin prefix; maybe `ANY`.
+    """Return the ids of chunks that have shaped a capture and are not in its origin prefix, or `ANY` alone.
 
-    Returns None if one of the `sources`, the variants that were reused before it, has left the catalog since: then it
-    is not known what has shaped it.
+    `ANY` means too many, or unknown, as of a remote's inexact variant. Returns None if another inexact variant of the
+    `sources`, which were reused before it, has left the catalog since.
     """
     shaping: set[str] = set()
     query = """SELECT s.chunk_ids FROM variants AS v LEFT JOIN shaping AS s USING (variant_id)

@@ -89,7 +89,7 @@ def unpack_ids(packed: bytes | str) -> tuple[str, ...]:
 
 
 def row_of(variant: Variant, *, file_bytes: int, frequency: float) -> CatalogRow:
-    """Return the row of a variant, with its checksum; `inter` is packed as little-endian float32."""
+    """Return the row of a variant, with its checksum, `frequency` as f_r, and `inter` as little-endian float32."""
     key = variant.key
     row = CatalogRow(
         chunk_id=key.chunk_id,

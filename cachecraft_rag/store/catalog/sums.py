@@ -36,12 +36,12 @@ def reserved_bytes(connection: sqlite3.Connection) -> int:
 
 
 def stored(connection: sqlite3.Connection) -> list[Any]:
-    """Return the rows of `totals` as they are: one, unless the file is damaged."""
+    """Return the rows (variants, bytes) of `totals` as they are: one, unless the file is damaged."""
     return fetched(connection, "SELECT variants, file_bytes FROM totals", ())
 
 
 def sound(connection: sqlite3.Connection) -> tuple[int, int] | None:
-    """Return the stored sums; None if they are missing, of another type or negative."""
+    """Return the stored sums (rows, bytes of their files); None if they are missing, of another type or negative."""
     rows = stored(connection)
     if len(rows) != 1:
         return None
@@ -52,7 +52,7 @@ def sound(connection: sqlite3.Connection) -> tuple[int, int] | None:
 
 
 def counted(connection: sqlite3.Connection) -> tuple[int, int]:
-    """Return the same sums, from every row."""
+    """Return the number of rows and the bytes of their files, counted from every row."""
     variants, file_bytes = connection.execute(_COUNTED).fetchone()
     return variants, file_bytes
 

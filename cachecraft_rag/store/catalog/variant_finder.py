@@ -52,7 +52,7 @@ class VariantFinder:
         session: str | None,
         bounds: RowBounds | None,
     ) -> LookupResult:
-        """Return the variants of chunks and why rows were refused, see `ChunkCacheStore.find`."""
+        """Return the variants within `bounds`, if given, shared or of `session`; see `ChunkCacheStore.find`."""
         lookup = LookupResult({chunk_id: [] for chunk_id in chunk_ids})
         self._find_here(lookup, namespace, fingerprint, session=session, bounds=bounds)
         if self._remote is not None:
@@ -64,13 +64,13 @@ class VariantFinder:
     def find_here(
         self, namespace: str, fingerprint: str, chunk_ids: Sequence[str], *, session: str | None
     ) -> LookupResult:
-        """Return the variants in the catalog; the remote is not asked."""
+        """Return the variants in the catalog, shared or of `session`; the remote is not asked."""
         lookup = LookupResult({chunk_id: [] for chunk_id in chunk_ids})
         self._find_here(lookup, namespace, fingerprint, session=session, bounds=None)
         return self._without_removed(lookup, namespace)
 
     def token_scores(self, variant_ids: Sequence[str]) -> dict[str, TokenScores]:
-        """Return variant id → token scores, see `ChunkCacheStore.token_scores`."""
+        """Return variant id → token scores, with `inter` None if unknown; see `ChunkCacheStore.token_scores`."""
         known: dict[str, TokenScores] = self.ask(
             "No token scores", lambda catalog: catalog.token_scores(variant_ids), instead={}
         )
@@ -85,7 +85,7 @@ class VariantFinder:
         return scores
 
     def ask(self, problem: str, question: Callable[[Catalog], T], *, instead: T) -> T:
-        """Return the catalog's answer; `instead`, with a warning, if it cannot be read or the folder is gone."""
+        """Return the catalog's answer; `instead`, with a warning, if it cannot be read (`problem`) or has gone."""
         is_usable = self._is_usable()
         try:
             return question(self._catalog) if is_usable else instead
@@ -156,22 +156,25 @@ class VariantFinder:
 
         Those on the remote are removed there: other engines may have sent them. So are inexact ones that are older than
         the latest removal, because a remote does not say what has shaped them beside their origin prefix. Rows in the
-        catalog are there only if a removal was interrupted.
+        catalog are there only if a removal was interrupted. While it is not known what was removed, none of the
+        remote's are left.
         """
         names = set(lookup.variants)
         for variant in itertools.chain.from_iterable(lookup.variants.values()):
             names.update(variant.key.origin_prefix)
-        nothing: frozenset[str] = frozenset()
-        removed = self.ask(
-            "Removed chunks are not known",
-            lambda catalog: catalog.removals.among(names, namespace),
-            instead=nothing,
-        )
-        latest = self.ask(
-            "Removed chunks are not known",
-            lambda catalog: catalog.removals.latest(namespace) if self._remote is not None else 0.0,
-            instead=0.0,
-        )
+
+        def removals_in(catalog: Catalog) -> tuple[frozenset[str], float] | None:
+            latest = catalog.removals.latest(namespace) if self._remote is not None else 0.0
+            return catalog.removals.among(names, namespace), latest
+
+        known = self.ask("Removed chunks are not known", removals_in, instead=None)
+        if known is None:
+            here = {
+                chunk_id: [variant for variant in variants if variant.home == "disk"]
+                for chunk_id, variants in lookup.variants.items()
+            }
+            return replace(lookup, variants=here)
+        removed, latest = known
         if not removed and not latest:
             return lookup
         kept: dict[str, list[Variant]] = {}

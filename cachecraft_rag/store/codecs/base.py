@@ -66,12 +66,12 @@ class Codec(ABC):
         return (BlockPart("", "U8", (nbytes,)),)
 
     def run(self, layout: KVLayout, tokens: int, start: int, stop: int) -> tuple[slice, ...]:
-        """Return slices of a block that are a block of tokens `start` to `stop`; () if it is only decoded whole."""
+        """Return slices of a block that form one of tokens `start` to `stop`; () if it is only decoded whole."""
         return ()
 
     @abstractmethod
     def encode(self, kv: Tensor, *, layer: int, layers: int) -> Tensor:
-        """Return the block, uint8 `[bytes]`, of one layer of `layers`; it may share the memory of `kv`.
+        """Return the block, uint8 `[bytes]`, of layer `layer` (from 0) of `layers`; it may share the memory of `kv`.
 
         `kv` is `[2, tokens, kv_heads, head_dim]`, contiguous, on a CPU.
         """

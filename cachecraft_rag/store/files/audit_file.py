@@ -51,7 +51,7 @@ _KIND = Kind(
 
 
 def opened_audits(folder: Path, *, busy_timeout_s: float) -> Database:
-    """Open or create the file in a folder, without texts that were removed before; it is to be closed."""
+    """Open or create the file of audits in a folder; the caller closes it. Texts removed before leave it for good."""
     database = Database(folder / AUDIT_FILE, kind=_KIND, busy_timeout_s=busy_timeout_s)
     try:
         database.compact()
@@ -62,7 +62,10 @@ def opened_audits(folder: Path, *, busy_timeout_s: float) -> Database:
 
 
 def forget_texts(folder: Path, namespace: str | None, *, busy_timeout_s: float) -> None:
-    """Remove the texts of a tenant's audits (None: all): an answer may quote a removed document. Their numbers stay."""
+    """Remove the texts of a tenant's audits (None: all), if the file exists; their numbers stay.
+
+    An answer may quote a removed document.
+    """
     if not (folder / AUDIT_FILE).is_file():
         return
     database = opened_audits(folder, busy_timeout_s=busy_timeout_s)

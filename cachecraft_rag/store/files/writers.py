@@ -28,9 +28,9 @@ class Writers:
         self._lock = threading.Lock()
 
     def enter(self) -> None:
-        """Count as alive until `leave`: create this token's lock file and lock it.
+        """Count as alive until `leave`: create this token's lock file and lock it. A second call does nothing.
 
-        Called before the first write, because readers need no file.
+        Called before every write, because readers need no file.
         """
         with self._lock:
             if self._descriptor >= 0:
@@ -81,7 +81,7 @@ class Writers:
                 path.unlink(missing_ok=True)
 
     def leave(self) -> None:
-        """Count as ended: delete this token's lock file, or leave that to the next opening, and release the lock."""
+        """Undo `enter`, if it was called: delete the lock file, or leave that to the next opening, and release it."""
         with self._lock:
             if self._descriptor >= 0:
                 with suppress(OSError):

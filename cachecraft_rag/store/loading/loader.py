@@ -60,10 +60,8 @@ class Loader:
     def end(self, loads: PendingLoads) -> None:
         """Stop reading and close all chunk-caches of the request. Reads that run end soon; this does not wait for them.
 
-        A second call does nothing.
-
         Chunk-caches of which a part failed to load are passed to `ChunkCacheStore.lost`, others of which a layer was
-        read to `keep`. The rate is remembered if all were in one tier.
+        read to `keep`. The rate is remembered if it is known and all were in one tier. A second call does nothing.
         """
         if not loads.close():
             return

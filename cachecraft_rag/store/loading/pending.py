@@ -1,8 +1,8 @@
 """Chunk-caches of a prompt that were not in memory at its planning, shared by their readers and the computing pass.
 
 Both work on one list of extents under one lock. Readers take extents from the end, the pass takes tokens from the first
-extent that is not complete, and neither takes what the other has. If the pass takes all of an extent while it is being
-read, the extent is dropped once its current layer has been read.
+extent that is not complete. If the pass takes all of an extent while it is being read, the extent is dropped once its
+current layer has been read.
 
 A prompt of 16,384 tokens has 256 extents of 32 layers, and each read needs the next extent. So counts and cursors are
 kept up to date instead of searching the list again; `python -m benchmarks loader-bookkeeping` measures this.
@@ -38,7 +38,7 @@ class KVSink(Protocol):
     """Destination of loaded chunk-caches."""
 
     def place(self, layer: int, chunk: Tensor, start: int) -> None:
-        """Copy one layer of a chunk, `[2, tokens, kv_heads, head_dim]`, raw keys and values, to position `start` on.
+        """Copy a layer of a chunk, raw `[2, tokens, kv_heads, head_dim]`, to the prompt's positions from `start` on.
 
         The memory of `chunk` is used again after the call. Several threads may call it at the same time, for different
         places.
@@ -86,11 +86,11 @@ class Extent:
 
     @property
     def positions(self) -> range:
-        """Positions in the prompt of the extent's tokens that are not computed: a range, empty if all are computed."""
+        """Positions in the prompt of its tokens that are neither computed nor left out; empty if `is_taken`."""
         return range(self.start + self.first + self.taken, self.start + self.last)
 
     def adjoins(self, other: Extent) -> bool:
-        """Return True if both are neighbours in one chunk, have equally many layers, and can be read as one.
+        """Return True if both are neighbours in one chunk, have equally many layers loaded, and can be read as one.
 
         For that, no token of the later one may be taken.
         """
@@ -383,10 +383,10 @@ class PendingLoads:
                 extent.waiting = 0 if extent.kept or extent.placed else extent.layers
 
     def take(self, tokens: float) -> list[int]:
-        """Take up to this many tokens from the first incomplete extents to compute them; return their positions.
+        """Take up to this many tokens, rounded, from the first incomplete extents to compute them.
 
-        Infinity takes all. Tokens of an extent that is being read may be taken too. Once all tokens of an extent are
-        taken, it is not read any further, and the source of a `sequential` chunk-cache is closed.
+        Returns their positions, ascending. Infinity takes all. Tokens of an extent that is being read may be taken too.
+        Once all tokens of one are taken, it is read no further, and the source of a `sequential` chunk-cache is closed.
         """
         positions: list[int] = []
         wanted = round(tokens) if tokens < math.inf else self._tokens
@@ -403,7 +403,7 @@ class PendingLoads:
         return positions
 
     def compute(self, positions: Iterable[int]) -> None:
-        """Take these positions to compute them, even if they are loaded by now: the next ones of their extents."""
+        """Take these positions to compute them, even if they are loaded by now: the first untaken of their extents."""
         wanted = frozenset(positions)
         if not wanted:
             return
@@ -417,10 +417,9 @@ class PendingLoads:
                     extent.taken += tokens
 
     def leave_out(self, positions: Iterable[int]) -> None:
-        """Read no further layers of the extents whose tokens are all among these positions.
+        """Read no further layers of extents whose untaken tokens are all among these positions; they become taken.
 
-        For tokens that are computed in any case: unlike those of `take` they do not count as computed instead of
-        loaded.
+        For tokens that are computed in any case: the caller does not count them as computed instead of loaded.
         """
         unused = frozenset(positions)
         if not unused:
@@ -456,9 +455,9 @@ class PendingLoads:
         return positions
 
     def give_up(self, positions: Iterable[int]) -> None:
-        """Load and place extents with these positions no further, as another rank could not read them.
+        """Mark extents with any of these positions as lost, because another rank could not read them.
 
-        Extents that failed here too keep their own reason.
+        They are loaded and placed no further, and `failed` does not name them. It names those that failed here too.
         """
         unusable = frozenset(positions)
         if not unusable:
@@ -484,12 +483,12 @@ class PendingLoads:
             return not self._left
 
     def incomplete(self) -> list[int]:
-        """Return, in prompt order, the positions that are still to be loaded: not loaded, lost or computed."""
+        """Return, in prompt order, the positions still to be loaded, those of partly loaded extents included."""
         with self._lock:
             return [position for extent in self._incomplete() for position in extent.positions]
 
     def left(self) -> tuple[list[int], list[int], float]:
-        """Return, of one moment: `incomplete`, how many of these positions end with each extent, `bytes_left`."""
+        """Return, as of one moment: `incomplete`, their running count at the end of each extent, and `bytes_left`."""
         with self._lock:
             borders = itertools.accumulate(len(extent.positions) for extent in self._incomplete())
             return self.incomplete(), list(borders), self.bytes_left()
@@ -507,7 +506,7 @@ class PendingLoads:
         )
 
     def depth(self) -> int:
-        """Return how many first layers are loaded of every incomplete extent; all layers without any."""
+        """Return how many first layers are loaded of every incomplete extent; `layers` if none is incomplete."""
         with self._lock:
             while self._depth < self.layers and not self._at_depth[self._depth]:
                 self._depth += 1
@@ -527,10 +526,10 @@ class PendingLoads:
         return self._by_chunk[id(stored)]
 
     def wait(self, ready: Callable[[], bool], timeout: float | None = None) -> bool:
-        """Wait until `ready()` is true; return True then, False after `timeout` seconds.
+        """Wait until `ready()` is true; return True then, False after `timeout` seconds (None: no limit).
 
-        `ready` is called at once, and after each read, `fail` and `close`, with the lock held. The time counts in
-        `waited_s`.
+        `ready` is called at once, and after each read, `fail`, `leave_out`, `give_up` and `close`, with the lock held.
+        The time counts in `waited_s`.
         """
         started = time.perf_counter()
         try:

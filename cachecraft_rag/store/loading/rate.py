@@ -13,7 +13,7 @@ _ENOUGH_S = 0.1
 
 
 class Meter:
-    """Load rate of one request: bytes per second, weighted towards the last half second.
+    """Load rate of one request: bytes per second, weighted towards the last half second, from its creation on.
 
     While no bytes arrive, the rate falls.
     """
@@ -52,9 +52,9 @@ class Meter:
             self._in_flight += nbytes
 
     def end(self, nbytes: float, *, came: bool, cpu_s: float | None = None) -> None:
-        """Record that a read of `nbytes` has ended; they count only if it `came` successfully.
+        """Record that a read of `nbytes` has ended; they count towards the rate only if it `came` successfully.
 
-        `cpu_s` are its CPU seconds, with those of verifying and decoding; None if they were not measured.
+        `cpu_s` are its CPU seconds, with those of verifying and decoding, also of a failed read; None: not measured.
         """
         with self._lock:
             self._advance()
@@ -86,7 +86,7 @@ class Meter:
     def bytes_per_s(self) -> float:
         """Load rate in bytes per second: of the latest arrival, or if all current reads ended now, whichever is lower.
 
-        Before the first arrival the earlier request's rate, and without one an upper bound.
+        Before the first arrival the earlier request's rate, and without one an upper bound, 0 until a read begins.
         """
         with self._lock:
             self._advance()
