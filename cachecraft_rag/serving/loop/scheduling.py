@@ -53,7 +53,7 @@ def pays_to_join(
 def next_group(
     passes: Sequence[WaitingPass], *, layers: int, fixed_rows: float
 ) -> tuple[list[int], set[int]]:
-    """Choose the passes, in the order of asking, that run their next layer now, as one forward.
+    """Choose among one or more passes, in the order of asking, those that run their next layer now, as one forward.
 
     Returns their indices, ascending; and the indices of all that run together with the first pass, the first itself and
     those that wait at a later layer included. If the first pass is `joined`, all passes that are `joined` stay among

@@ -144,7 +144,7 @@ class StepLoop:
         self._inbox.put(None)
 
     def wait_until(self, holds: Callable[[], bool], timeout: float | None = None) -> bool:
-        """Wait until `holds()` is true; return False after `timeout` seconds. Not for the loop's own thread.
+        """Wait until `holds()` is true; False after `timeout` seconds (None: no limit). Not for the loop's own thread.
 
         The loop's thread checks it between turns: it must be quick, and must not raise.
         """
@@ -156,7 +156,7 @@ class StepLoop:
             self.call_soon(lambda: self._watchers.pop(event, None))
 
     def wait_for_given_up(self) -> None:
-        """Wait, outside the loop's thread, until work given up so far, such as closed answers, has ended."""
+        """Wait until work given up so far, such as closed answers, has ended; in the loop's own thread do nothing."""
         if self.alive and threading.current_thread() is not self._thread:
             self.wait_until(lambda: not any(task.given_up for task in self._tasks))
 
