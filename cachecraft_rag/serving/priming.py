@@ -146,7 +146,7 @@ class Primer:
     def prime(
         self, chunks: Sequence[Chunk], *, captured: Callable[[int], None] = lambda _count: None
     ) -> int:
-        """See `DocumentPrimer.prime`. The first chunk is captured a second time after the next ones, and counts twice.
+        """Capture a document, see `DocumentPrimer.prime`; its first chunk also after the next ones, which counts twice.
 
         An interrupted run resumes where it stopped. A document of one chunk is skipped too if it was primed after
         chunks of other documents before and `related` still returns some. Captures that the store refuses are not
@@ -163,7 +163,7 @@ class Primer:
         return total
 
     def missing(self, chunks: Sequence[Chunk]) -> dict[str, int]:
-        """See `DocumentPrimer.missing`. If the catalog cannot be read, all variants count as missing."""
+        """Return variant id → tokens of what `prime` would capture now; of all if the catalog cannot be read."""
         missing: dict[str, int] = {}
         for window, known in self._windows(checked_chunks(chunks)):
             variant_ids, captures = self._captures(window, known)

@@ -327,7 +327,7 @@ def _reason_of(report: SegmentReport, tokens: int) -> str:
 
 
 def check_asked(question: object, history: object, *, session: object, config: object) -> None:
-    """Raise ConfigError unless a question and its options are valid; the chunks are checked elsewhere."""
+    """Raise ConfigError for an invalid question, history, session (None: none) or config (None: the engine's)."""
     check_text("question", question, damaged=True)  # text from a terminal may be damaged
     check_history(history)
     check_text("session", session, optional=True)

@@ -93,8 +93,8 @@ class AuditResults:
     def seed(self, calibration: Calibration | None, config: ReuseConfig) -> None:
         """Let the quality target begin with what a calibration measured, instead of with the usual assumption.
 
-        A calibration of another metric than "top1" or of other settings (`Calibration.fits`) is ignored. Audits that
-        are newer count beside it, and make it fade. To be called before the first request.
+        Ignored are None, another metric than "top1", and other settings (`Calibration.fits`). Audits that are newer
+        count beside it, and make it fade. To be called before the first request.
         """
         if self.controller is None or calibration is None or not calibration.fits(config):
             return
@@ -121,7 +121,7 @@ class AuditResults:
         return self.controller.choice() if self.controller is not None and is_open else None
 
     def with_ratio(self, request: Request, asked: ReuseConfig) -> Request:
-        """Return the request with the `chosen_ratio`, if any, for `asked`, its settings before calibration."""
+        """Return the request with `chosen_ratio` and `quality`, if any, for `asked`: settings before calibration."""
         chosen = self.chosen_ratio(asked)
         if chosen is None:
             return request

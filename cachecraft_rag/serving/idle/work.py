@@ -23,7 +23,7 @@ class HasSegments(Protocol):
 
     @property
     def segments(self) -> Sequence[Segment]:
-        """The segments."""
+        """Segments of its prompt."""
 
     @property
     def namespace(self) -> str:

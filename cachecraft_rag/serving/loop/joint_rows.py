@@ -69,7 +69,7 @@ class JointRows:
     def decode(self, steps: Sequence[DecodeStep]) -> list[Tensor | Exception]:
         """Return the logits `[vocabulary]` (float32) after each of at most `most` steps, or the step's exception.
 
-        They are in the order of the steps. Where a joint forward fails, each step runs alone, timed for `speed`.
+        They are in order. A step that runs alone, also after a joint forward has failed, is timed for `speed`.
         """
         if len(steps) > 1:
             logits = self._jointly(lambda: self._decode_jointly(steps))

@@ -29,10 +29,11 @@ class WaitingPass:
 def pays_to_join(
     layer: int, rows: float, *, at: int, others: int, layers: int, fixed_rows: float
 ) -> bool:
-    """Return True if a pass saves more than it costs the `others`, which are `at` a later layer or the same.
+    """Return True if a pass before `layer` saves more than it costs the `others`, `at` a later layer or the same.
 
-    It runs alone up to their layer, while they wait, and from there on as one forward with them. False if it is past
-    their layer, and if it saves just as much as it costs. `fixed_rows` take as long as the fixed part of a forward.
+    It runs alone up to their layer, while they wait, and from there on as one forward with them, to the last of the
+    model's `layers`. False if it is past their layer, and if it saves just as much as it costs. `fixed_rows` take as
+    long as the fixed part of a forward.
 
     >>> pays_to_join(0, 20.0, at=0, others=1, layers=4, fixed_rows=30.0)
     True

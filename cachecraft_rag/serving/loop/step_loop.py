@@ -174,8 +174,8 @@ class StepLoop:
     def close(self) -> None:
         """Finish the jobs and end the thread; while answers are read it lives on, and is not waited for.
 
-        Waits, without limit, for jobs and for work in idle time under way; later such work is given up. Other work that
-        is started afterwards runs in a new thread.
+        Otherwise waits, without limit, for jobs and for work in idle time under way. Work in idle time that is started
+        later is given up; other work then runs in a new thread.
         """
         answers_under_way = False
         if self._thread is not None:
@@ -185,7 +185,7 @@ class StepLoop:
         self._planners.shutdown(wait=not answers_under_way)
 
     def end(self) -> None:
-        """End the thread after its last task, without waiting or locks: the engine is gone. Idle work is given up."""
+        """End the thread after its last task, without waits or locks: the engine is gone. New idle work is given up."""
         self._inbox.put(self._close)
 
     # -- the thread ---------------------------------------------------------------------------------------------------

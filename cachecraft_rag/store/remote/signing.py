@@ -43,7 +43,7 @@ class Signer:
         )
 
     def seal(self, payload: Iterable[memoryview]) -> bytes:
-        """Return the seal of a payload in consecutive parts: 16 bytes for each slice of 256 KiB, in order."""
+        """Return the seal of a payload in consecutive parts: 16 bytes for each 256 KiB, and for the rest."""
         seal = bytearray()
         rest = bytearray()
         for part in payload:
