@@ -90,9 +90,9 @@ class AdmissionQueue:
         return sum(nbytes or 0 for nbytes in list(self._preloads.values()))
 
     def may_preload(self, task: LoopTask) -> bool:
-        """Return True if a waiting request may plan and load now, before its turn.
+        """Return True if a waiting request, other than the first, may plan and load now, before its turn.
 
-        There must be room, and all requests between the next one, which always may, and it have called `reserve`.
+        There must be room, and the requests before it, but for the first, must have called `reserve`.
         """
         if not self.preloading_bytes < self._preload_bytes:
             return False
@@ -100,13 +100,13 @@ class AdmissionQueue:
         return all(other in self._preloads for other in between)
 
     def reserve(self, task: LoopTask, nbytes: int) -> bool:
-        """Reserve room for the bytes that a waiting request loads; return False if too little is left."""
+        """Reserve room for bytes that a waiting request loads; False, and nothing reserved, if too little is left."""
         fits = self.preloading_bytes + nbytes <= self._preload_bytes
         self._preloads[task] = nbytes if fits else None
         return fits
 
     def is_first(self, task: LoopTask) -> bool:
-        """Return True if this request waits and none waits before it."""
+        """Return True if no request waits before this one, which waits."""
         return self._waiting[0] is task
 
     def is_free(self) -> bool:

@@ -23,7 +23,7 @@ class AnswerText:
         end_tokens: ids that end an answer and are not part of it.
 
     Attributes:
-        generated: number of tokens so far, without the token that ended the answer.
+        generated: number of tokens so far, without an end token.
         finish: how the answer ended; None while it goes on.
     """
 
@@ -59,7 +59,7 @@ class AnswerText:
         return text
 
     def rest(self) -> str:
-        """End the answer; return the text that was held back, without a stop string or an unfinished character."""
+        """End the answer ("length" if it goes on); return text held back, but no stop string or part of a character."""
         self._settle(_without_unfinished(self._unsettled_text()))
         text = self._release(is_final=True)
         self.finish = self.finish or "length"

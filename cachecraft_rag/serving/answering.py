@@ -57,7 +57,7 @@ LoadingJob = tuple[PrefillJob, PendingLoads]
 
 @dataclass(eq=False)
 class Answering:
-    """The steps of one engine's requests. Generators run in the loop's thread, and plans in other threads.
+    """The steps of one engine's requests. All methods are for the loop's thread; plans are made in other threads.
 
     look_up    looks up what is stored
     namespace  of the engine
@@ -85,7 +85,7 @@ class Answering:
         self._in_progress = ChunksInProgress(self._captured)
 
     def stored_changed(self) -> None:
-        """Note that captures were stored or dropped: waiting requests with reuse plan again at their turn."""
+        """Note that captures were handed over or have ended: waiting requests with reuse plan again at their turn."""
         self._changes += 1
         self._in_progress.forget_captured()
 
@@ -315,7 +315,7 @@ class Answering:
         progress: RequestProgress,
         target: Sequence[int] | None,
     ) -> Work[tuple[str, Tensor]]:
-        """Answer greedily (temperature 0), and predict along the target tokens, by default the answer's own.
+        """Answer a request of temperature 0, and predict along the target tokens; None: along the answer's own.
 
         Uses of variants, captures and new variants follow as from `answer`; the answer is not audited.
 

@@ -27,10 +27,11 @@ class LocalCapturer:
     def capture(
         self, prompt: Prompt, captures: Sequence[int], *, primed: bool, namespace: str
     ) -> None:
-        """Compute a prompt, capture segments (ascending), and wait until they are stored or dropped.
+        """Compute a prompt, capture the segments with these indices, and wait until they are stored or dropped.
 
-        What is stored already is captured again; segments after the last capture are not computed. A capture that the
-        store does not take is logged, and `stats` of the store counts it.
+        There is at least one index, and they ascend; segments after the last are not computed. What is stored already
+        is captured again. A capture that the store does not take is logged and counted in its `stats`. `primed` is
+        noted in the variants; `namespace` "" is the describer's. Not for the loop's own thread.
         """
         # tokens after the last capture need not be computed
         bounds = prompt.bounds[: captures[-1] + 2]

@@ -87,17 +87,17 @@ class ExpectedCaptures:
     submit: Callable[[], object] | None = None
 
     def serve(self, want: ExpectedVariant, wanted: WantedChunks) -> bool:
-        """Return True if one of them replaces the wanted one."""
+        """Return True if one of them serves `want`, one of the variants of `wanted`, and the owner is the same."""
         return self.owner == wanted.owner and any(
             variant.serves(want, wanted.scope) for variant in self.variants
         )
 
     def fill_prefix_cache_for(self, wanted: WantedChunks) -> bool:
-        """Return True if a prefix cache has all that is wanted once the request has computed its prompt."""
+        """Return True if a prefix cache has all of `wanted` after this request: same owner and `prefix_key`, not ""."""
         return self.owner == wanted.owner and self.prefix_key == wanted.prefix_key != ""
 
     def hand_over(self) -> None:
-        """Submit what is held back."""
+        """Submit what is held back; a second call does nothing."""
         submit = self.submit
         self.submit = None
         if submit is not None:
@@ -127,7 +127,7 @@ class ChunksInProgress:
         return is_announced
 
     def computing(self, wanted: WantedChunks) -> list[ExpectedVariant]:
-        """Return which of the wanted chunk-caches others compute, except in idle time."""
+        """Return which wanted chunk-caches others compute, but for idle time; all if a prefix cache will have them."""
         others = [
             captures for captures in self._announced if not captures.computed and not captures.idle
         ]

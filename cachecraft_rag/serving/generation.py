@@ -105,7 +105,7 @@ class Generation(Iterator[str], AsyncIterator[str]):
         return pieces[0]
 
     def close(self) -> None:
-        """End the answer here; its captures are kept, in the background. Any thread and finalisers may call this.
+        """End the answer here, unless it has ended; its captures are kept. Any thread and finalisers may call this.
 
         The answer is counted, with `finish` "closed", if a piece of it was asked for. Another thread that reads it gets
         no further piece: at once in this process, with the next piece over vLLM or a server.
@@ -135,7 +135,7 @@ class Generation(Iterator[str], AsyncIterator[str]):
         return tuple(self._progress.tokens)
 
     def report(self) -> dict[str, object]:
-        """Return the outcome of each segment as plain values, as `RequestProgress.reported` takes them."""
+        """Return `RequestProgress.report`: outcomes of the segments, times and counts as plain values, for JSON."""
         return self._progress.report()
 
     def _stats(self) -> RequestStats:

@@ -110,7 +110,7 @@ class WantedVariants:
         )
 
     def answered(self, prompt_tokens: int, candidate: Candidate | None) -> None:
-        """Add an answered prompt's tokens to the budget, and the chunks that were fixed in it to the candidates.
+        """Add `NewVariants.share` of a prompt's tokens to the budget, and its fixed chunks, if any, to the candidates.
 
         If too many candidates wait, the least valuable one is dropped and counted. Unspent budget is kept up to that of
         100,000 prompt tokens, or of this prompt if it is longer.
@@ -124,19 +124,19 @@ class WantedVariants:
                 self._dropped[Dropped.FULL] += 1
 
     def best(self, among: Callable[[Candidate], bool] | None = None) -> Candidate | None:
-        """Return the candidate that would have saved the most tokens; it stays. None while the budget is spent."""
+        """Return the candidate that `among` accepts and would have saved most; it stays. None without one or budget."""
         if self._allowance <= 0.0:
             return None
         return self.candidates.best(among)
 
     def spend(self, tokens: int) -> None:
-        """Take computed tokens from the budget; each refusal of the store in a row doubles their cost (16 times)."""
+        """Take tokens from the budget; each refusal of the store in a row doubles their cost, at most 16 times."""
         self._tokens += tokens
         doublings = min(self._refusals, _MAX_DOUBLINGS)
         self._allowance -= math.ldexp(tokens, doublings)
 
     def stored(self, captured: int, refused: int = 0) -> None:
-        """Count stored captures; refused ones only for the row of refusals, see `spend`."""
+        """Count stored captures; `refused` lengthens the row of refusals for `spend`, and 0 ends it."""
         self._captured += captured
         self._refusals = self._refusals + refused if refused else 0
 
@@ -164,13 +164,13 @@ def exact_only(found: LookupResult) -> LookupResult:
 
 
 def missing_of(candidate: Candidate, found: LookupResult) -> list[int]:
-    """Return, of `Candidate.fixed`, the indices that are not stored, exactly or by a lossy codec."""
+    """Return the indices in `Candidate.fixed` that are not stored after their prefix, exactly or by a lossy codec."""
     plan = make_plan(Prompt(candidate.segments), found.variants, EXACT)
     return [index for index in candidate.fixed if plan[index].variant is None]
 
 
 class VariantWork(IdleWork[Candidate, Captured]):
-    """Captures chunks that were reused and fixed, most requested first.
+    """Captures chunks that were reused and fixed; first the prompt that would have saved most tokens.
 
     Args:
         runner: computes and stores the missing variants of a candidate.
@@ -189,10 +189,10 @@ class VariantWork(IdleWork[Candidate, Captured]):
             return self._wanted.stats()
 
     def answered(self, prompt_tokens: int, candidate: Candidate | None) -> None:
-        """Add the tokens of an answered prompt to the budget, note its fixed chunks, and begin to capture.
+        """Add the share of a prompt's tokens to the budget, note its fixed chunks (None: none), and begin to capture.
 
-        Returns at once. If more than `NewVariants.waiting` candidates wait, the least valuable one is dropped and
-        counted, as is the candidate after `close`.
+        Returns at once; does nothing if `NewVariants.when` is "off". If more than `NewVariants.waiting` candidates
+        wait, the least valuable one is dropped and counted, as is the candidate after `close`.
         """
         if self.config.when == "off":
             return

@@ -48,10 +48,11 @@ class PrimableEngine(Protocol):
         """The builder of the prompts of this engine's questions, with its instruction and its tokenizer."""
 
     def capture(self, prompt: Prompt, captures: Sequence[int], *, primed: bool) -> None:
-        """Compute a prompt without a question, capture these segments (ascending), and return once they are stored.
+        """Compute a prompt without a question, capture the segments with these indices, and wait for the store.
 
-        A capture that the store does not take is logged and counted. `primed`: the chunks are captured after their
-        neighbours in the document. Raises UnsupportedCallError if this engine captures texts only.
+        There is at least one index, and they ascend. What is stored already is captured again. A capture that the store
+        does not take is logged and counted. `primed`: the chunks are captured after their neighbours in the document.
+        Raises UnsupportedCallError if this engine captures texts only.
         """
 
     def look_up(self, segments: Sequence[Segment], *, session: str | None = None) -> LookupResult:
@@ -75,21 +76,22 @@ class DocumentPrimer(Protocol):
     def prime(self, chunks: Sequence[Chunk], *, captured: Callable[[int], None] = ...) -> int:
         """Capture one document's chunks in order; return the number of captures, which are stored by then.
 
-        The instruction is captured too if it is not stored, and counts. Chunks that are stored after the same
-        neighbours are skipped. `captured` gets the number of captures after each pass or request to a server; what it
-        raises passes. Raises ConfigError if the instruction is private: captures after it would belong to a session.
+        The instruction is captured too if it is not stored, and counts; without chunks nothing is. Chunks that are
+        stored after the same neighbours are skipped. `captured` gets the number of captures of each pass or request to
+        a server, which may be 0; what it raises passes. Raises ConfigError if the instruction is private: captures
+        after it would belong to a session.
         """
 
     def missing(self, chunks: Sequence[Chunk]) -> dict[str, int]:
         """Return variant id → number of tokens, for the variants that `prime` would capture now."""
 
     def fits(self, chunk: Chunk) -> bool:
-        """Return True if a pass has room for the instruction and the chunk; otherwise it cannot be primed."""
+        """Return True if a pass has room for the instruction and the chunk; `prime` and `missing` raise for others."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrimingEstimate:
-    """Cost of priming, before anything is computed.
+    """Cost of priming, before anything is computed; sizes are in bytes.
 
     captures     chunk-caches that are missing, including that of the instruction
     tokens       their tokens
@@ -117,7 +119,8 @@ class Primer:
 
     Args:
         engine: captures the chunks; its questions will reuse them.
-        window: most tokens computed in one pass; a longer document is cut into overlapping windows.
+        window: most tokens computed in one pass; a longer document is cut into overlapping windows, and a chunk that
+            does not fit one with the instruction raises ContextLengthError before anything is computed.
         alone: capture each chunk after a fixed passage (`prompt.STAND_IN`) instead of its document's chunks. No other
             text shapes such captures, and they do not change with their neighbours.
         related: returns the chunks of other documents that a chunk is likely to be retrieved with, best first. A
@@ -143,7 +146,7 @@ class Primer:
     def prime(
         self, chunks: Sequence[Chunk], *, captured: Callable[[int], None] = lambda _count: None
     ) -> int:
-        """See `DocumentPrimer.prime`. The first chunk is captured a second time after the next ones, and counts twice.
+        """Capture a document, see `DocumentPrimer.prime`; its first chunk also after the next ones, which counts twice.
 
         An interrupted run resumes where it stopped. A document of one chunk is skipped too if it was primed after
         chunks of other documents before and `related` still returns some. Captures that the store refuses are not
@@ -160,7 +163,7 @@ class Primer:
         return total
 
     def missing(self, chunks: Sequence[Chunk]) -> dict[str, int]:
-        """See `DocumentPrimer.missing`. If the catalog cannot be read, all variants count as missing."""
+        """Return variant id → tokens of what `prime` would capture now; of all if the catalog cannot be read."""
         missing: dict[str, int] = {}
         for window, known in self._windows(checked_chunks(chunks)):
             variant_ids, captures = self._captures(window, known)
@@ -174,9 +177,10 @@ class Primer:
         return len(self.engine.prompts.chunk_segment(chunk).token_ids) <= self._room([])
 
     def capture(self, chunk: Chunk, after: Sequence[Chunk] = ()) -> int:
-        """Capture a chunk after the given ones (nearest last), and the instruction; return how many were stored.
+        """Capture a chunk after others (nearest last), and the instruction; return how many were stored (0 to 2).
 
-        Repeated chunks, the chunk itself and the furthest that do not fit the window are left out.
+        What is stored after the same segments is skipped. Of the others, repeated chunks, the chunk itself and the
+        furthest that do not fit the window are left out.
         """
         self._require_shared()
         segment = self.engine.prompts.chunk_segment(chunk)
@@ -341,8 +345,8 @@ def prime_documents(
     Args:
         primer: captures them.
         texts: id and chunks of each document; several may have the same id.
-        progress: called with the number of captures so far and in all, before the first and after each pass.
-        skipped: called, before anything is captured, with a sentence about each document that has too long chunks.
+        progress: called with the number of captures so far and in all, before the first and after each that captures.
+        skipped: called first, with a sentence about each document that has too long chunks, which are left out.
     """
     documents: list[tuple[str, list[Chunk]]] = []
     for name, chunks in texts:

@@ -60,12 +60,12 @@ class SegmentReport:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Make a report from the values of `as_dict`; ValueError for an unknown `reason`. Values are not checked."""
+        """Make a report from `as_dict`, unchecked; KeyError, TypeError or ValueError for wrong fields or `reason`."""
         return cls(**{**values, "reason": Reason(values["reason"])})
 
 
 def segment_reports(plan: Plan, tiers: Mapping[str, TierName]) -> tuple[SegmentReport, ...]:
-    """Return a report of each segment of a plan; `tiers` has the variants that were read."""
+    """Return a report of each segment of a plan, in order; `tiers`: variant id → tier that it was read from."""
     reports = []
     for planned in plan:
         variant_id = None if planned.variant is None else planned.variant.variant_id
@@ -199,10 +199,10 @@ class RequestProgress:
 def unchanged_tokens(
     prompt: Prompt, reports: Sequence[SegmentReport], *, counted_from: int = 0
 ) -> int:
-    """Return how many tokens of a prompt were taken from chunk-caches and not recomputed.
+    """Return how many tokens of a prompt were taken from chunk-caches or a prefix cache and not recomputed.
 
-    Only positions from `counted_from` on count. In the segment with that position, as many as possible are taken to
-    follow it.
+    `reports` are in the order of the segments. Only positions from `counted_from` on count; in the segment with that
+    position, as many as possible are taken to follow it.
     """
     total = 0
     for start, end, report in zip(prompt.bounds, prompt.bounds[1:], reports, strict=False):
@@ -327,7 +327,7 @@ def _reason_of(report: SegmentReport, tokens: int) -> str:
 
 
 def check_asked(question: object, history: object, *, session: object, config: object) -> None:
-    """Raise ConfigError unless a question and its options are valid; the chunks are checked elsewhere."""
+    """Raise ConfigError for an invalid question, history, session (None: none) or config (None: the engine's)."""
     check_text("question", question, damaged=True)  # text from a terminal may be damaged
     check_history(history)
     check_text("session", session, optional=True)

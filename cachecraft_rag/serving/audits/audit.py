@@ -83,7 +83,10 @@ class Audit:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Make an audit from the values of `as_dict`, converted to the fields' types; others are ignored."""
+        """Make an audit from the values of `as_dict`, converted to the fields' types; others are ignored.
+
+        Raises KeyError, TypeError, ValueError, AttributeError or OverflowError for a missing or impossible value.
+        """
         tokens = _whole(values["tokens"], least=1)
         differences = tuple(_whole(place) for place in values["differences"])
         near_ties = _whole(values["near_ties"])

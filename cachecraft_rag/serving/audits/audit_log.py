@@ -105,7 +105,7 @@ class AuditLog:
 def audits_in(
     folder: Path, *, namespace: str | None = None, fingerprint: str | None = None, limit: int = -1
 ) -> list[Audit]:
-    """Return the results in a folder of chunk-caches, see `AuditLog.read`. A missing file is not made."""
+    """Return the results in a folder of chunk-caches, as `AuditLog.read`; [] without a file, which is not made."""
     if not os.path.isfile(folder / AUDIT_FILE):
         return []
     log = AuditLog(folder, kept=1)  # reading removes nothing

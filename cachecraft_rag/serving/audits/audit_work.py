@@ -98,8 +98,8 @@ class AuditWork(IdleWork[WaitingAudit[Predicted], Audit], Generic[Predicted]):
     def recorder(self, request: Request) -> Predicted | None:
         """Return an empty object that takes up the predictions of an answer; None if the answer is not to be audited.
 
-        The request's random id decides which share of the answers is audited. Answers with a grammar are not: the
-        predictions compared are those without it.
+        The request's random id decides which share of the answers is audited. Not audited are answers without reuse,
+        after `close`, and with a grammar: the predictions compared are those without it.
         """
         has_grammar = request.constraint is not None or request.sampling.json_schema is not None
         if not self.config.share or self._closed or not request.config.reuse or has_grammar:
@@ -120,8 +120,8 @@ class AuditWork(IdleWork[WaitingAudit[Predicted], Audit], Generic[Predicted]):
         The result is kept in memory, counted and reported (`AuditResults.keep`), and written to disk in the background,
         without its text if the request has a session. An answer whose chunks were all exact gets its result at once,
         without being computed again. If too many answers wait (`Audits.waiting`), the one that has waited longest is
-        dropped and counted, as is an answer with a removed chunk. Without `predicted` (see `recorder`) nothing is
-        audited.
+        dropped and counted, as is an answer with a removed chunk. Nothing is audited without tokens or `predicted`
+        (see `recorder`), or after `close`.
         """
         if predicted is None or not tokens:
             return

@@ -99,12 +99,12 @@ class Auditor(AuditWork[Predictions]):
         self._shared: FullPrefill | None = None
 
     def forget(self, chunk_ids: Collection[str], namespace: str | None = None) -> None:
-        """Same as in `IdleWork`; results stay."""
+        """Drop audits, also the one under way, of prompts with these chunks of a tenant (None: all); results stay."""
         self._shared = None
         super().forget(chunk_ids, namespace)
 
     def close(self) -> None:
-        """Same as in `IdleWork`; `busy` is False once the audit under way has ended and results are written."""
+        """Drop all audits; `busy` is False once the one under way has ended and results are written. Does not wait."""
         self._shared = None
         super().close()
 

@@ -123,6 +123,8 @@ class _Level:
 class RatioController:
     """Chooses the recompute ratio. Not thread-safe, except `ratio` and `choice`.
 
+    Ratios are `min_ratio`, `max_ratio` and the multiples of 0.05 between; audits with others are ignored.
+
     >>> controller = RatioController(QualityTarget(0.98))
     >>> controller.ratio
     0.15
@@ -147,7 +149,7 @@ class RatioController:
 
     @property
     def ratio(self) -> float:
-        """The recompute ratio of the next answer; before the first audit at most 0.15, or what `seed` chose."""
+        """The recompute ratio of the next answer; at first the largest up to 0.15 or the smallest, unless by `seed`."""
         return self._ratios[self._place]
 
     def _reason(self, place: int) -> str:
@@ -164,7 +166,7 @@ class RatioController:
         )
 
     def seed(self, *, ratio: float, tokens: int, agreement: float, newer: int = 0) -> None:
-        """Begin with a measurement that was made before, for example by `cachecraft calibrate`.
+        """Begin with an earlier measurement, as by `cachecraft calibrate`: `agreement` (0 to 1) of `tokens` at `ratio`.
 
         It takes the place of what is otherwise assumed, counts as audits of so many tokens do, 800 at most, and fades
         like them. While there are fewer than ten audits it chooses the ratio; with more, it is chosen as by `resume`.

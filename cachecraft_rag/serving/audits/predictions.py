@@ -45,7 +45,7 @@ class Predictions:
         self.log_shares.append(highest.values - logits.logsumexp(-1))
 
     def stacked(self, begin: int, end: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the places `begin` to `end - 1`, counted from 0, as new tensors on the CPU.
+        """Return the places `begin` to `end - 1` (at least one), counted from 0, as new tensors on the CPU.
 
         These are the likeliest token ids, int64 `[places]`; the ids of the `KEPT` likeliest, int64 `[places, KEPT]`;
         and their log-probabilities, float32 `[places, KEPT]`.

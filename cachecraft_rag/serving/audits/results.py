@@ -93,8 +93,8 @@ class AuditResults:
     def seed(self, calibration: Calibration | None, config: ReuseConfig) -> None:
         """Let the quality target begin with what a calibration measured, instead of with the usual assumption.
 
-        A calibration of another metric than "top1" or of other settings (`Calibration.fits`) is ignored. Audits that
-        are newer count beside it, and make it fade. To be called before the first request.
+        Ignored are None, another metric than "top1", and other settings (`Calibration.fits`). Audits that are newer
+        count beside it, and make it fade. To be called before the first request.
         """
         if self.controller is None or calibration is None or not calibration.fits(config):
             return
@@ -116,12 +116,12 @@ class AuditResults:
             return self._results.get((namespace or self._namespace, request_id))
 
     def chosen_ratio(self, asked: ReuseConfig) -> tuple[float, str] | None:
-        """Return the ratio that the quality target chooses, and why; None if `asked` sets one or there is no target."""
+        """Return the quality target's ratio, and why; None without a target or reuse, or if `asked` sets r or α."""
         is_open = asked.reuse and asked.recompute_ratio is None and asked.method.alpha is None
         return self.controller.choice() if self.controller is not None and is_open else None
 
     def with_ratio(self, request: Request, asked: ReuseConfig) -> Request:
-        """Return the request with the `chosen_ratio` for the settings that were asked for before calibration."""
+        """Return the request with `chosen_ratio` and `quality`, if any, for `asked`: settings before calibration."""
         chosen = self.chosen_ratio(asked)
         if chosen is None:
             return request
@@ -215,7 +215,7 @@ def audit_of(
     """Return the result of an audit, with the present time.
 
     `places` has one for each token of the answer, in order, and is empty for an answer that is exact; `kl` is their
-    mean. `computed` are the tokens that were computed for the audit.
+    mean, or RuntimeError is raised if that is not finite. `computed` are the tokens that were computed for the audit.
     """
     kl = sum(place.kl for place in places) / max(1, len(places))
     if not math.isfinite(kl):

@@ -23,7 +23,7 @@ class HasSegments(Protocol):
 
     @property
     def segments(self) -> Sequence[Segment]:
-        """The segments."""
+        """Segments of its prompt."""
 
     @property
     def namespace(self) -> str:
@@ -67,7 +67,8 @@ class _Running(Generic[Piece]):
 class IdleWork(ABC, Generic[Piece, Result]):
     """One kind of work in idle time. Any thread may call any method, unless the runner needs a particular one.
 
-    Subclasses implement the methods without a body; those with an underscore are called with the lock `_changed` held.
+    A piece of the engine's own tenant ("") counts as one of any tenant that a method is given. Subclasses implement the
+    methods without a body; those with an underscore are called with the lock `_changed` held.
 
     Args:
         runner: computes the pieces.
@@ -157,14 +158,14 @@ class IdleWork(ABC, Generic[Piece, Result]):
             self._changed.notify_all()
 
     def settle(self, timeout: float | None = None) -> bool:
-        """Wait until no piece can begin or is under way, or the work is closed; False after `timeout` seconds."""
+        """Wait until no piece can begin or is under way, or `close`; False after `timeout` seconds (None: no limit)."""
         with self._changed:
             return self._changed.wait_for(lambda: self._closed or not self.busy, timeout)
 
     # -- for the runner -----------------------------------------------------------------------------------------------
 
     def next(self, among: Among[Piece] | None = None, *, wait: bool = False) -> Piece | None:
-        """Return the next piece, which is under way from now on; None if no piece may begin now, or after `close`.
+        """Return the next piece that `among` accepts, under way from now on; None if none may begin, or after `close`.
 
         With `wait` it waits for a piece, without limit.
         """
@@ -180,7 +181,10 @@ class IdleWork(ABC, Generic[Piece, Result]):
     def finish(
         self, piece: Piece, result: Result | None = None, error: BaseException | None = None
     ) -> None:
-        """Take the result of a piece, or its error; with neither it gave way to other requests."""
+        """Take the result of a piece, or its error, which is logged; with neither it gave way to other requests.
+
+        CancelledError, or one that is not among the runner's `expected_errors`, closes the work. Wakes the runner.
+        """
         if error is not None:
             self._log(error)
         # as from the requests of an event loop that ends
@@ -219,7 +223,7 @@ class IdleWork(ABC, Generic[Piece, Result]):
 
 
 def held(piece: HasSegments, chunk_ids: Collection[str], namespace: str | None = None) -> set[str]:
-    """Return which of these chunks of a tenant (None: all) a piece needs."""
+    """Return which of these chunks of a tenant (None: all) a piece needs; a piece of tenant "" is of every tenant."""
     if namespace is not None and piece.namespace not in ("", namespace):
         return set()
     return {segment.segment_id for segment in piece.segments}.intersection(chunk_ids)

@@ -60,7 +60,7 @@ class JointRows:
 
     @property
     def fixed_rows(self) -> float:
-        """Number of rows that take as long as the fixed part of a forward; 0.0 if unknown or separate."""
+        """Number of rows that take as long as the fixed part of a forward; 0.0 if unknown or computing separately."""
         if self.most == 1 or not self.speed.known:
             return 0.0
         row_s = self.speed.seconds(1.0, passes=0.0)
@@ -69,7 +69,7 @@ class JointRows:
     def decode(self, steps: Sequence[DecodeStep]) -> list[Tensor | Exception]:
         """Return the logits `[vocabulary]` (float32) after each of at most `most` steps, or the step's exception.
 
-        A step that runs alone is timed for `speed`. For joint forwards see `_jointly`.
+        They are in order. A step that runs alone, also after a joint forward has failed, is timed for `speed`.
         """
         if len(steps) > 1:
             logits = self._jointly(lambda: self._decode_jointly(steps))

@@ -51,7 +51,7 @@ class ReadySteps:
         self._layers = layers
 
     def decode(self) -> list[Computed]:
-        """Compute the decode steps that have waited longest, as one forward."""
+        """Compute the `JointRows.most` decode steps that have waited longest, as one forward; [] without any."""
         waiting = [task for task in self._tasks if isinstance(task.step, DecodeStep)]
         waiting.sort(key=lambda task: task.since)
         chosen = waiting[: self._joint.most]
@@ -65,7 +65,7 @@ class ReadySteps:
         ]
 
     def work_on_a_job(self) -> list[Computed]:
-        """Compute one step of the first job, or of work in idle time."""
+        """Compute one step of the first job that can go on; without jobs, if `is_idle`, of idle work; else []."""
         jobs = [task for task in self._tasks if task.priority is Priority.JOB]
         if not jobs and self.is_idle():
             jobs = [task for task in self._tasks if task.priority is Priority.IDLE]
@@ -77,7 +77,7 @@ class ReadySteps:
         return []
 
     def is_idle(self) -> bool:
-        """Return whether no answer is computed, and no reader is about to ask for the next piece."""
+        """Return True if each answer, if any, has waited for its reader for more than a second."""
         now = time.perf_counter()
         return all(
             now > task.paused_at + _PAUSE_S
@@ -86,7 +86,7 @@ class ReadySteps:
         )
 
     def next_end_of_a_pause(self, now: float) -> float:
-        """Return when the next reader's pause will no longer stop work in idle time; infinite if none will."""
+        """Return the `time.perf_counter` at which the next reader's pause stops holding up idle work, or infinity."""
         ends = [task.paused_at + _PAUSE_S for task in self._tasks]
         return min((end for end in ends if end >= now), default=math.inf)
 
@@ -106,7 +106,7 @@ class ReadySteps:
         )
 
     def would_join(self, rows: Sequence[int] | NDArray[np.int64]) -> bool:
-        """Same as `StepLoop.would_join`."""
+        """Return True if a new prefill with rows at these positions pays beside those that run; False without any."""
         passes = [
             (task.step.row_pass, task.joined)
             for task in self._prefilling()

@@ -29,10 +29,11 @@ class WaitingPass:
 def pays_to_join(
     layer: int, rows: float, *, at: int, others: int, layers: int, fixed_rows: float
 ) -> bool:
-    """Return True if a pass saves more than it costs the `others`, which are `at` a later layer or the same.
+    """Return True if a pass before `layer` saves more than it costs the `others`, `at` a later layer or the same.
 
-    It runs alone up to their layer, while they wait, and from there on as one forward with them. False if it is past
-    their layer, and if it saves just as much as it costs. `fixed_rows` take as long as the fixed part of a forward.
+    It runs alone up to their layer, while they wait, and from there on as one forward with them, to the last of the
+    model's `layers`. False if it is past their layer, and if it saves just as much as it costs. `fixed_rows` take as
+    long as the fixed part of a forward.
 
     >>> pays_to_join(0, 20.0, at=0, others=1, layers=4, fixed_rows=30.0)
     True
@@ -53,7 +54,7 @@ def pays_to_join(
 def next_group(
     passes: Sequence[WaitingPass], *, layers: int, fixed_rows: float
 ) -> tuple[list[int], set[int]]:
-    """Choose the passes, in the order of asking, that run their next layer now, as one forward.
+    """Choose among one or more passes, in the order of asking, those that run their next layer now, as one forward.
 
     Returns their indices, ascending; and the indices of all that run together with the first pass, the first itself and
     those that wait at a later layer included. If the first pass is `joined`, all passes that are `joined` stay among

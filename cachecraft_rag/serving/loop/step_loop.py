@@ -144,7 +144,7 @@ class StepLoop:
         self._inbox.put(None)
 
     def wait_until(self, holds: Callable[[], bool], timeout: float | None = None) -> bool:
-        """Wait until `holds()` is true; return False after `timeout` seconds. Not for the loop's own thread.
+        """Wait until `holds()` is true; False after `timeout` seconds (None: no limit). Not for the loop's own thread.
 
         The loop's thread checks it between turns: it must be quick, and must not raise.
         """
@@ -156,7 +156,7 @@ class StepLoop:
             self.call_soon(lambda: self._watchers.pop(event, None))
 
     def wait_for_given_up(self) -> None:
-        """Wait, outside the loop's thread, until work given up so far, such as closed answers, has ended."""
+        """Wait until work given up so far, such as closed answers, has ended; in the loop's own thread do nothing."""
         if self.alive and threading.current_thread() is not self._thread:
             self.wait_until(lambda: not any(task.given_up for task in self._tasks))
 
@@ -174,8 +174,8 @@ class StepLoop:
     def close(self) -> None:
         """Finish the jobs and end the thread; while answers are read it lives on, and is not waited for.
 
-        Waits, without limit, for jobs and for work in idle time under way; later such work is given up. Other work that
-        is started afterwards runs in a new thread.
+        Otherwise waits, without limit, for jobs and for work in idle time under way. Work in idle time that is started
+        later is given up; other work then runs in a new thread.
         """
         answers_under_way = False
         if self._thread is not None:
@@ -185,7 +185,7 @@ class StepLoop:
         self._planners.shutdown(wait=not answers_under_way)
 
     def end(self) -> None:
-        """End the thread after its last task, without waiting or locks: the engine is gone. Idle work is given up."""
+        """End the thread after its last task, without waits or locks: the engine is gone. New idle work is given up."""
         self._inbox.put(self._close)
 
     # -- the thread ---------------------------------------------------------------------------------------------------

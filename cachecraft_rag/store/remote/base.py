@@ -83,7 +83,8 @@ class Backend(Protocol):
 
     Time limits are the caller's concern. Every failure of the server is an OSError, with no secret in its text. Names
     and places are those of `rows`: ASCII, and safe as keys and as paths. An entry is complete if it has both a row and
-    a payload; others count as absent. A shared folder that has vanished has no entries, and `probe` does not notice it.
+    a payload; others count as absent. If a shared folder has vanished, `rows` and `write` raise OSError; for the other
+    methods it has no entries, and `probe` does not notice it.
     """
 
     async def rows(self, places: Sequence[str]) -> list[dict[str, bytes]]:
@@ -97,7 +98,7 @@ class Backend(Protocol):
         """Return the names of the complete entries in a place, with the place, in no order."""
 
     def read(self, name: str) -> AsyncIterator[bytes | memoryview]:
-        """Yield the payload of an entry in order, in pieces of about PIECE_BYTES; nothing if the entry is missing."""
+        """Yield the payload of this name, even without a row, in pieces of about PIECE_BYTES; else nothing."""
 
     async def write(self, parcel: Parcel) -> bool:
         """Send payload and row, the row visible only after its payload. Returns False if there is no room, else True.

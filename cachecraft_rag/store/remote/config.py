@@ -231,11 +231,11 @@ class RemoteConfig:
         return hidden(str(error), self.url)
 
     def keys(self) -> tuple[bytes, ...]:
-        """Return the accepted keys, of which the first one signs; `()` if the remote is not signed.
+        """Return the accepted keys, stripped and in UTF-8; the first one signs. `()` if the remote is not signed.
 
         Precedence: `key`, `key_file`, CACHECRAFT_REMOTE_KEY, CACHECRAFT_REMOTE_KEY_FILE; only the first one that is
-        set is used. A file is read at each call, and each of its lines is a key. Raises ConfigError for a key of fewer
-        than 16 characters or with some that cannot be printed, and as `keys_in`.
+        set is used. A file is read at each call, and each of its lines is a key. Raises ConfigError for an empty
+        variable, for a key of fewer than 16 characters or with some that cannot be printed, and as `keys_in`.
         """
         key = self.key
         path = self.key_file

@@ -21,10 +21,10 @@ T = TypeVar("T")
 
 
 class Connection(Closeable):
-    """Runs coroutines of a backend, each within a time limit. Any thread may call any method except `close`.
+    """Runs coroutines of a backend in an event loop. `ask` and `close` are for other threads, the rest is for any.
 
-    In an event loop every wait can be cancelled at any time, even if the library or the server hangs. Rejected:
-    blocking calls in a pool of threads, because a server that hangs would occupy all of them.
+    There every wait can be cancelled at any time, even if the library or the server hangs. Rejected: blocking calls in
+    a pool of threads, because a server that hangs would occupy all of them.
     """
 
     def __init__(self, config: RemoteConfig, *, clock: Callable[[], float]) -> None:

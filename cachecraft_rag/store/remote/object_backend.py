@@ -76,7 +76,7 @@ class ObjectBackend:
         raise ValueError(why)
 
     async def rows(self, places: Sequence[str]) -> list[dict[str, bytes]]:
-        """See `Backend.rows`: two round trips for all places at the same time, and the first entries of a place."""
+        """Return name → row for each place, in their order, in two round trips; of too many rows the first ones."""
         await self._require_folder()
         return await asyncio.gather(*(self._rows(place) for place in places))
 
@@ -104,11 +104,11 @@ class ObjectBackend:
             return b""
 
     async def names(self, place: str) -> list[str]:
-        """See `Backend.names`; their number is not limited."""
+        """Return the names of all complete entries in a place, with the place, however many."""
         return [name for name, entry in (await self._list(place)).items() if len(entry) == 2]
 
     async def read(self, name: str) -> AsyncIterator[bytes | memoryview]:
-        """See `Backend.read`. In a folder the file's times are set to now first: entries read last stay longest."""
+        """Yield a payload in pieces, or nothing. In a folder its times become now: entries read last stay longest."""
 
         async def go_on() -> Any:
             return await anext(stream, None)
@@ -126,11 +126,11 @@ class ObjectBackend:
             yield memoryview(piece)
 
     async def write(self, parcel: Parcel) -> bool:
-        """See `Backend.write`. In a folder it returns False if payload and row exceed the whole budget.
+        """Send payload, then row. Returns False only in a folder, if both together exceed the whole budget.
 
         There the first call, and then one call after each 1/16 of the budget that was written, first removes the
         entries that were read or written least recently, incomplete ones too, until 1/16 of the budget (or this entry's
-        size) is free.
+        size, if larger) is free.
         """
         await self._require_folder()
         if self._folder is not None:
@@ -173,7 +173,7 @@ class ObjectBackend:
                 await self._answer(self._ask(obstore.delete_async, f"{name}.{kind}"))
 
     async def usage(self) -> Usage:
-        """See `Backend.usage`; the budget is a folder's, `RemoteConfig.budget_bytes` or 20 GiB."""
+        """Return the contents; the budget is a folder's, `RemoteConfig.budget_bytes` or 20 GiB, and else None."""
         whole = [entry for entry in (await self._list("")).values() if len(entry) == 2]
         budget = None if self._folder is None else self._config.budget_bytes or _FOLDER_BYTES
         return Usage(len(whole), sum(entry["cache"]["size"] for entry in whole), budget)

@@ -71,7 +71,7 @@ class RedisBackend:
         self._lookup = self._redis.register_script(_LOOKUP)
 
     async def rows(self, places: Sequence[str]) -> list[dict[str, bytes]]:
-        """See `Backend.rows`: one round trip. Rows without a payload are removed on the server.
+        """Return name → row for each place, in their order, in one round trip; rows without a payload are removed.
 
         A place with too many rows has an empty dictionary; rows beyond 4 MiB of a place are left out.
         """
@@ -90,12 +90,12 @@ class RedisBackend:
         return await self._answer(looked_up())
 
     async def names(self, place: str) -> list[str]:
-        """See `Backend.names`; rows without a payload are removed, and a place with too many rows has none."""
+        """Return the names in a place, with the place; none of too many. Rows without a payload are removed."""
         (rows,) = await self.rows([place])
         return list(rows)
 
     async def read(self, name: str) -> AsyncIterator[bytes | memoryview]:
-        """See `Backend.read`. The first pieces have 64 and 256 KiB; an entry removed meanwhile ends early."""
+        """Yield a payload in pieces of 64 KiB, 256 KiB, then 1 MiB; ends early if it is missing or is removed."""
         start = 0
         step = _FIRST_PIECE
         while True:

@@ -69,7 +69,7 @@ class Row:
 
 
 def name_of(variant: Variant) -> str:
-    """Return the name of row and payload; with `created`, so an old row never refers to a newer payload."""
+    """Return the name of row and payload, `place_of` included; with `created`, so an old row names no newer payload."""
     return f"{place_of(variant.key)}/{variant.variant_id}-{created_hex(variant.created)}"
 
 
@@ -91,7 +91,7 @@ def unframed(raw: bytes) -> tuple[bytes, bytes, bytes]:
 
 
 def created_hex(created: float) -> str:
-    """Return the time as 16 hex digits, which sort like times from 0 on."""
+    """Return the time (seconds since 1970) as 16 hex digits, which sort like times from 0 on."""
     return struct.pack(">d", created).hex()
 
 

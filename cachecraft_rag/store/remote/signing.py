@@ -25,7 +25,7 @@ DIGEST_BYTES = 16
 class Signer:
     """Signs with the first of its keys and believes all of them, so that keys can be changed one engine at a time.
 
-    `keys` are those of `RemoteConfig.keys`, at least one.
+    `keys` are those of `RemoteConfig.keys`, at least one. A row with a wrong checksum raises ValueError.
     """
 
     keys: Sequence[bytes] = field(repr=False)
@@ -36,14 +36,14 @@ class Signer:
         return framed(created, text, _row_mac(self.keys[0], created, text))
 
     def is_signed(self, row: bytes) -> bool:
-        """Return True if one of the keys signed this row. Raises ValueError if the checksum of the row is wrong."""
+        """Return True if one of the keys signed this row; False without a signature."""
         created, text, signature = unframed(row)
         return any(
             hmac.compare_digest(_row_mac(key, created, text), signature) for key in self.keys
         )
 
     def seal(self, payload: Iterable[memoryview]) -> bytes:
-        """Return the seal of a payload in consecutive parts: 16 bytes for each slice of 256 KiB, in order."""
+        """Return the seal of a payload in consecutive parts: 16 bytes for each 256 KiB, and for the rest."""
         seal = bytearray()
         rest = bytearray()
         for part in payload:

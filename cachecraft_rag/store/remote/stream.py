@@ -63,7 +63,7 @@ class RemoteStream(Closeable):
         self._next = submit(_step(pieces, first_timeout_s))
 
     def read(self, buffer: memoryview, at: int) -> None:
-        """Fill the whole buffer from offset `at` on, which must be where the last read ended; see `read_into`."""
+        """Fill the whole buffer from byte `at` on: where the last read ended, or OSError is raised. See `read_into`."""
         if at != self._taken:
             raise OSError(errno.ESPIPE, "a remote is read from front to back")
         self.read_into(buffer)
@@ -76,9 +76,9 @@ class RemoteStream(Closeable):
         """Fill the whole buffer (bytes, writable) with the next bytes, and wait for them.
 
         The outcome is reported when the last byte was read, or at the first error of the remote: TimeoutError if it
-        pauses for too long, FileNotFoundError if it has no such payload, other OSErrors. ValueError, not reported, if
-        the signature does not match. After an error a part of the buffer may have been written, and the stream is of no
-        more use.
+        pauses for too long, FileNotFoundError if it has no such payload, other OSErrors, also for a buffer that goes
+        beyond `nbytes`. ValueError, not reported, if the signature does not match. After an error a part of the buffer
+        may have been written, and the stream is of no more use.
         """
         if self._taken + buffer.nbytes > self.nbytes:
             self._fail(

@@ -172,9 +172,9 @@ class RemoteTier(Closeable):
         """Begin to read the payload of a variant from a look-up, here or in another process; close the stream.
 
         Does not wait: a payload that is missing raises FileNotFoundError at the first read. With a key, reads verify
-        signatures. A payload that turns out to be missing or too short is removed from the remote, and failures may
-        open the circuit breaker. Unavailable: NOT_OFFERED without a payload, CLOSED after `close`, CIRCUIT_OPEN while
-        the remote is not asked.
+        signatures (ValueError). A payload that turns out to be missing or too short is removed from the remote, and
+        failures may open the circuit breaker. Unavailable: NOT_OFFERED without a payload, CLOSED after `close`,
+        CIRCUIT_OPEN while the remote is not asked.
         """
         facts = variant.payload_facts
         name = variant.variant_id
@@ -205,8 +205,8 @@ class RemoteTier(Closeable):
         """Send a shared variant in the background; return True if it is queued, False if it is dropped.
 
         Private variants are never sent. The bytes of `encoded` must not change after this call. They are signed in the
-        caller's thread. For what follows see `Outbox.offer`; an unsigned entry of the same identity that `find` has
-        refused is removed from the remote, too.
+        caller's thread. For what follows see `Outbox.offer`; an entry of the same identity that `find` has refused for
+        its signature is removed from the remote, too.
         """
         if variant.session is not None or self._closed:
             return False
@@ -226,7 +226,7 @@ class RemoteTier(Closeable):
                 self.remove(variant)
 
     def remove(self, variant: Variant) -> None:
-        """Remove row and payload of a variant, which turned out to be damaged, from the remote in the background."""
+        """Remove row and payload of a variant in the background; does nothing with an open breaker or after `close`."""
         self._connection.in_background(self._connection.backend.remove(name_of(variant)))
 
     # -- administration -----------------------------------------------------------------------------------------------
@@ -260,7 +260,7 @@ class RemoteTier(Closeable):
             )
 
     def flush(self, timeout_s: float | None = None) -> bool:
-        """Same as `Outbox.flush`. Must not be called in a fork of the process, where no transfer ends."""
+        """Wait until captures so far are sent or dropped; False after `timeout_s` (None: no limit). Not in a fork."""
         return self._outbox.flush(timeout_s)
 
     def close(self) -> None:
