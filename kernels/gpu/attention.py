@@ -369,6 +369,8 @@ def attend(
 ) -> Attended:
     """Compute softmax attention of scattered rows, and the attention of each row to each segment.
 
+    ValueError if dtypes or shapes do not fit, see `tiles.check_attention`.
+
     Args:
         q: `[rows, heads, head_dim]`, rotated; float32, bfloat16 or float16, head_dim at most 256.
         k, v: `[keys, kv_heads, head_dim]`, keys rotated. Without values only `lse` and `mass` are computed.

@@ -16,9 +16,9 @@ DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
 
 def uses_triton(x: Tensor) -> bool:
-    """Return True if the Triton kernels take this tensor: on a CUDA device, or on a CPU under the interpreter.
+    """Return True if the Triton kernels take this tensor: of `DTYPES`, on a CUDA device, or under the interpreter.
 
-    If the first launch on a device fails, torch's operations run there, with a warning.
+    False without Triton. If the first launch on a device fails, torch's operations run there, with a warning.
 
     >>> uses_triton(torch.zeros(1, dtype=torch.float64))
     False

@@ -140,6 +140,8 @@ def mean_change(
 ) -> Tensor:
     """Return the mean change of each chunk's rows times `strength`, raw, float32 `[chunks, 2, kv_heads, head_dim]`.
 
+    ValueError if shapes do not fit; indices are not checked.
+
     Args:
         merged: `[2, keys, kv_heads, head_dim]`, rotated keys and values as stored.
         keys, values: `[rows of the pass, kv_heads, head_dim]`, keys rotated.
@@ -254,7 +256,7 @@ def write_rows(
 ) -> None:
     """Write rows to their positions, and add each chunk's raw change to its stale tokens.
 
-    The change of a key is first rotated to the token's position.
+    The change of a key is first rotated to the token's position. Errors as in `mean_change`.
 
     Args:
         merged: `[2, keys, kv_heads, head_dim]`, rotated keys and values; changed in place.

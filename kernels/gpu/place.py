@@ -101,6 +101,8 @@ def place(
 ) -> None:
     """Write stored chunk-caches to their new positions: all layers that rotate alike in one launch.
 
+    ValueError if a shape does not fit, or a place is not in `merged`.
+
     Args:
         merged: `[layers, 2, keys, kv_heads, head_dim]`, rotated keys and values; the heads of a key are adjacent.
         chunks: each `[layers, 2, tokens, kv_heads, head_dim]`, raw keys and values, of one dtype and on the device of

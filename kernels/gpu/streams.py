@@ -29,9 +29,9 @@ def launched(device: torch.device) -> torch.cuda.Event | None:
 
 
 def wait_on_stream(event: torch.cuda.Event | None, *tensors: Tensor) -> None:
-    """Let this thread's later work wait for an event of `launched`, and keep the memory that it reads until then.
+    """Let this thread's later work wait for an event of `launched`, and keep `tensors`, which it reads, until then.
 
-    At least one tensor is on the event's GPU; others may be in main memory.
+    At least one tensor is on the event's GPU; others may be in main memory. Nothing happens without an event.
     """
     if event is None:
         return
@@ -99,6 +99,6 @@ class LayersInFlight:
         return milliseconds / 1e3
 
     def wait(self) -> None:
-        """Block until every layer that `add` counted is computed; returns at once on a CPU."""
+        """Block until every layer that `add` counted is computed; returns at once on a CPU, or without limit."""
         while self._events:
             self._events.popleft().synchronize()

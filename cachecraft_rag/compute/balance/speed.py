@@ -60,7 +60,7 @@ class ComputeSpeed:
 
     @property
     def known(self) -> bool:
-        """True once a pass has been recorded by `measured`; decode steps do not count."""
+        """True once a pass was recorded by `measured`, or `measured_later` and computed; decode steps do not count."""
         self._settle()
         return self._row_s is not None
 
