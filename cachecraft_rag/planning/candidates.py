@@ -49,7 +49,7 @@ class Candidate:
     ) -> Self | None:
         """Return the candidate whose captures would have made this request exact; None without any.
 
-        Only fixed chunks count, and after private text none without a `session` (None), in which alone it is reused.
+        Only fixed chunks count; those after private text, reused within a session only, not if `session` is None.
         """
         segments = prompt.segments
         fixed = {index: n for index, planned in enumerate(plan) if (n := _spent(planned, config))}

@@ -184,8 +184,9 @@ class ReuseConfig:
     def deterministic(cls, **changes: Any) -> Self:
         """Return settings with which a request changes no chunk-cache and decides nothing by time.
 
-        With `EngineConfig(new_variants="off")`, one request at a time and greedy sampling, the same question over the
-        same primed store gives the same answer each time. `changes` may undo these settings.
+        They capture nothing, reuse in prompts of every length and load layer by layer; `changes` may undo this. With
+        `EngineConfig(new_variants="off")`, one request at a time and greedy sampling, the same question over the same
+        primed store gives the same answer each time.
 
         >>> config = ReuseConfig.deterministic(recompute_ratio=0.3)
         >>> config.capture, config.method.loading, config.recompute_ratio

@@ -80,9 +80,7 @@ def focused_count(scores: Sequence[float]) -> int:
 
 
 class FocusMonitor:
-    """Finds the focused chunks of one request, layer by layer.
-
-    `focused`, their numbers, and `layer`, that of the layer that decided, are None until then.
+    """Finds the focused chunks of one request: `focused`, numbers, decided in `layer`; both are None until then.
 
     Args:
         chunks: number of chunks in the prompt.

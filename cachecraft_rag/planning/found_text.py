@@ -99,7 +99,7 @@ def window_hashes(ids: NDArray[np.int64]) -> NDArray[np.uint64]:
 
 
 def find_segments(token_ids: Sequence[int] | TokenIds, kinds: TokenKinds) -> list[range]:
-    """Return the segments of a text as ranges of positions, in order, each of `LEAST` to `MOST` tokens.
+    """Return the segments of a text as ranges of positions, in order, each of 48 to 512 tokens (`LEAST`, `MOST`).
 
     Tokens between them are separators or too few for a segment.
 

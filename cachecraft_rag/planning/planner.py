@@ -124,8 +124,8 @@ def make_plan(
     """Choose for each segment the stored variant with the lowest CFO (weighted, see `ReuseMethod.scoring`), or none.
 
     A variant that needs no fixing is preferred. A chunk whose best variant has a CFO of 1 is computed, unless
-    `config.ratio_in_use` is a number. An instruction is reused from a lossless codec only. The tokens to recompute are
-    chosen later, in `with_selection`.
+    `config.ratio_in_use` is a number. An instruction is reused from a lossless codec only. Without `config.reuse`
+    all is computed. The tokens to recompute are chosen later, in `with_selection`.
 
     Args:
         prompt: the segments; those of kind "question" are always computed.

@@ -38,9 +38,7 @@ class Times:
 
 
 def lengths_up_to(longest: int) -> list[int]:
-    """Return the lengths of the prompts to measure, in tokens: 1,024 and each twice the one before.
-
-    None is above `longest` or 32,768, so there may be none.
+    """Return the lengths to measure, in tokens: 1,024 and each twice the one before, up to `longest` and 32,768.
 
     >>> lengths_up_to(5000)
     [1024, 2048, 4096]

@@ -140,10 +140,8 @@ def mean_change(
 ) -> Tensor:
     """Return the mean change of each chunk's rows times `strength`, raw, float32 `[chunks, 2, kv_heads, head_dim]`.
 
-    ValueError if shapes do not fit; indices are not checked.
-
     Args:
-        merged: `[2, keys, kv_heads, head_dim]`, rotated keys and values as stored.
+        merged: `[2, keys, kv_heads, head_dim]`, rotated keys and values as stored; ValueError if others do not fit.
         keys, values: `[rows of the pass, kv_heads, head_dim]`, keys rotated.
         rows: int32 `[changed rows]`, chunk by chunk: indices into `keys`.
         positions: int32 `[changed rows]`, their positions.

@@ -104,10 +104,10 @@ def _rotate(
 
 @cache
 def halves(head_dim: int, rotary_dim: int) -> dict[str, int]:
-    """Return a rotating kernel's constants: half of `rotary_dim`, the dimensions not rotated, and both as blocks.
+    """Return a rotating kernel's constants HALF, half of `rotary_dim`, REST, the dimensions not rotated, and blocks.
 
-    Blocks are rounded up to a power of two. Equal arguments give the same mapping, so do not change it. ValueError
-    unless `rotary_dim` is even and at most `head_dim`.
+    BLOCK_HALF and BLOCK_REST are rounded up to a power of two. Equal arguments give the same mapping, so do not change
+    it. ValueError unless `rotary_dim` is even and at most `head_dim`.
     """
     if rotary_dim % 2 or rotary_dim > head_dim:
         raise ValueError(f"{rotary_dim} dimensions of {head_dim} cannot be rotated in pairs")

@@ -70,7 +70,7 @@ LOADING_CONSTANTS = LoadingConstants()
 
 
 def preload_depth(layers: int, *, prefill_s: float, load_s: float) -> int:
-    """Return how many layers must be loaded before the first is computed, to compute without a gap (eq. 16).
+    """Return how many of the `layers`, at least 1, to load before computing, to compute without a gap (eq. 16).
 
     >>> preload_depth(5, prefill_s=1.0, load_s=2.0)  # Fig. 19: 4 · (1 - 1/2) + 1
     3
@@ -230,7 +230,7 @@ class LoadSplit:
 
     @property
     def load_token_s(self) -> float:
-        """Mean seconds to load a waiting token, of which there must be one."""
+        """Mean seconds to load a waiting token, of which there must be one; the rate must not be 0."""
         return self.load_s / len(self.waiting)
 
     def _token_s(self, front_tokens: int) -> float:

@@ -47,7 +47,7 @@ class AttentionReceived:
     def observe(
         self, layer: int, q: Tensor, k: Tensor, visible: Visibility, settings: AttentionSettings
     ) -> None:
-        """Add the attention of one of the deeper layers, from two fifths on, to the sum."""
+        """Add the attention of one of the deeper layers, from two fifths on, to the sum; ignore earlier layers."""
         if layer not in self._layers:
             return
         keys = k[: self.watched.stop]  # later keys are not computed yet
