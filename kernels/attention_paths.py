@@ -189,8 +189,7 @@ def _masked_blocks(
 def fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float) -> Tensor:
     """Attend in one block with torch's kernel: `q` and result `[kv_heads, group, rows, head_dim]`.
 
-    Keys and values are `[keys, kv_heads, head_dim]`. The mask `[rows, keys]`, in the dtype of `q`, is added; None: no
-    mask.
+    Keys and values are `[keys, kv_heads, head_dim]`. The mask `[rows, keys]` in the dtype of `q`, if any, is added.
     """
     group = q.shape[1]
     return scaled_dot_product_attention(

@@ -80,7 +80,7 @@ def focused_count(scores: Sequence[float]) -> int:
 
 
 class FocusMonitor:
-    """Finds the focused chunks of one request: `focused`, numbers, decided in `layer`; both are None until then.
+    """Finds the focused chunks of one request. Their numbers `focused`, and the `layer` that decided, are None before.
 
     Args:
         chunks: number of chunks in the prompt.

@@ -126,7 +126,7 @@ def select(
 
     Args:
         facts: facts about each chunk.
-        budgets: number of tokens to recompute in each chunk; 0: none, even of a sum.
+        budgets: number of tokens to recompute in each chunk; 0: none, in both scopes.
         selector: gives each token its score, see `Selector`.
         budget_scope: "chunk" spends each chunk's budget in that chunk. "prompt" adds them and spends the sum on the
             best tokens of all chunks, their scores weighted by budget per token; unscored chunks keep their own budget.

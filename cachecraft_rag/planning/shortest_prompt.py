@@ -133,9 +133,8 @@ def timed(
 def prompts_of(tokens: int, *, vocabulary: int) -> tuple[Prompt, Prompt]:
     """Return a prompt of about so many random tokens, and its instruction and chunks in another order to capture.
 
-    The second one has no question, and every chunk another place, because none is to be reused exactly. There are at
-    least two chunks of 512 tokens. The same `tokens` give the same ids, below `vocabulary`, but each call new segment
-    ids.
+    The second one has no question, and every chunk another place, because none is to be reused exactly. There are two
+    chunks of 512 tokens, or more. The same `tokens` give the same ids, below `vocabulary`, each call new segment ids.
     """
     dice = random.Random(tokens)
     start = secrets.token_hex(8)  # other engines on the same store use other names

@@ -16,7 +16,7 @@ DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
 
 def uses_triton(x: Tensor) -> bool:
-    """Return True if the Triton kernels take this tensor: of `DTYPES`, on a CUDA device, or under the interpreter.
+    """Return True if the Triton kernels take this tensor: 16- or 32-bit floats on a CUDA device, or interpreted.
 
     False without Triton. If the first launch on a device fails, torch's operations run there, with a warning.
 

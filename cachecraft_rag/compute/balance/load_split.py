@@ -70,7 +70,7 @@ LOADING_CONSTANTS = LoadingConstants()
 
 
 def preload_depth(layers: int, *, prefill_s: float, load_s: float) -> int:
-    """Return how many of the `layers`, at least 1, to load before computing, to compute without a gap (eq. 16).
+    """Return how many of the `layers`, at least 1, to load before computing, which then has no gap (eq. 16).
 
     >>> preload_depth(5, prefill_s=1.0, load_s=2.0)  # Fig. 19: 4 · (1 - 1/2) + 1
     3

@@ -216,7 +216,7 @@ class CaptureRecorder:
     def add_mass(
         self, layer: int, places: Sequence[tuple[RecordedChunk, slice]], mass: Tensor
     ) -> None:
-        """Add the attention measured in one layer, float32 `[rows, segments of edges]`; ignores a repetition."""
+        """Add the attention measured in one layer, float32 `[rows, segments of edges]`; a repeated layer is ignored."""
         for capture, rows in places:
             if capture.mass is not None and layer not in capture.layers:
                 capture.mass.add_(mass[rows, : capture.segment + 1])
