@@ -189,7 +189,7 @@ def _masked_blocks(
 def fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float) -> Tensor:
     """Attend in one block with torch's kernel: `q` and result `[kv_heads, group, rows, head_dim]`.
 
-    Keys and values are `[keys, kv_heads, head_dim]`. The mask `[rows, keys]`, in the dtype of `q`, is added.
+    Keys and values are `[keys, kv_heads, head_dim]`. The mask `[rows, keys]` in the dtype of `q`, if any, is added.
     """
     group = q.shape[1]
     return scaled_dot_product_attention(
@@ -230,8 +230,9 @@ def products(
     softcap: float | None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attend in one block by float32 products around a softmax; NaN for a row that sees no key. Rejected: half
-    precision.
+    """Attend in one block by products around a softmax, with shapes as in `fused`; returns float32.
+
+    NaN for a row that sees no key. Rejected: half precision.
     """
     scores = masked_scores(q, k, block, scale=scale, softcap=softcap)
     weights = softmax_with_sinks(scores, q.shape[1], sinks)

@@ -116,7 +116,7 @@ def check_sinks(sinks: Tensor | None, heads: int) -> None:
 def softmax_with_sinks(scores: Tensor, group: int, sinks: Tensor | None) -> Tensor:
     """Return the weights of one block's keys; what a head gives to its sink is missing from their sum.
 
-    `scores`, masked, and result are float32 `[kv_heads, group · rows, keys]`, `sinks` float32 `[heads]`.
+    `scores`, masked, and result are float32 `[kv_heads, group · rows, keys]`, `sinks` float32 `[heads]` or None.
 
     >>> softmax_with_sinks(torch.zeros(1, 1, 1), 1, torch.zeros(1)).tolist()
     [[[0.5]]]

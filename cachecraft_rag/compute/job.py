@@ -92,7 +92,7 @@ class PrefillJob:
 
     @property
     def not_needed(self) -> frozenset[int]:
-        """Positions of `stored` that need not be loaded; none before a probe, which sees all of them."""
+        """Positions with stored keys and values that need not be loaded; none with a probe, which sees all of them."""
         return frozenset() if self.probe is not None else frozenset(self.unused(self.rows).tolist())
 
     def close(self) -> None:
@@ -103,8 +103,8 @@ class PrefillJob:
     def unused(self, rows: Rows, *, may_drop: bool = True) -> NDArray[np.int64]:
         """Return the recomputed positions whose stored keys and values nothing uses, int64, ascending.
 
-        Drift correction uses those of a chunk with stale tokens, and early termination, if it `may_drop` rows, those
-        from `shared_until` on. Call it once no probe can change the rows any more.
+        Drift correction uses those of a chunk with stale tokens, and early termination, if it still `may_drop` rows,
+        those from `shared_until` on. Call it once no probe can change the rows any more.
         """
         is_unused = rows.reason == RowReason.RECOMPUTED
         if self.drift:

@@ -54,11 +54,11 @@ class KVBuffer:
         self.rotary = RotaryTables.of(stack, torch.arange(capacity, device=stack.device))
 
     def place(self, layer: int, chunk: Tensor, start: int) -> None:
-        """Place a layer `[2, tokens, own or all heads, head_dim]` at `start`, keys rotated; ValueError past the end."""
+        """Place a raw layer `[2, tokens, own or all heads, head_dim]` at `start`, rotated; ValueError past the end."""
         self.place_all(layer, [(chunk, start)])
 
     def place_all(self, layer: int, chunks: Sequence[tuple[Tensor, int]]) -> None:
-        """Do the work of `place` for several chunks: on a GPU in one call that copies, and one launch."""
+        """Do the work of `place` for several (chunk, start): on a GPU in one call that copies, and one launch."""
         own_heads = self._on_device([self._own_heads(chunk) for chunk, _ in chunks])
         merged = self.kv[layer : layer + 1]
         starts = [start for _, start in chunks]
@@ -75,7 +75,7 @@ class KVBuffer:
         On a GPU, all others are copied in groups of four layers (`LAYERS_PER_COPY`) on a stream of their own, and each
         group is placed there in one launch. With `at_once`, all copies from page-locked memory begin here. Otherwise a
         group begins while the one before it is computed, and so do copies that block this thread: from other memory, or
-        of a rank's part of the heads.
+        of a rank's part of the heads. On a CPU without Triton, `place_resident` does everything.
         """
         on_device = [chunk for chunk in chunks if self._is_on_this_gpu(chunk.kv)]
         if on_device:

@@ -163,7 +163,7 @@ class OverlappedPrefill:
 
         Yields a `Wait` wherever it would wait and a `Forward` for each layer. Before each pass it yields a `Wait` that
         is not `in_pass`: the steps up to the next such `Wait` require the driver's lock. Tokens of chunk-caches that
-        fail to load are computed.
+        fail to load are computed. A `Wait` is answered by True if it is ready, else False.
         """
         first_look = self._strategy.first_look(self._split())
         if first_look.enough != "nothing":

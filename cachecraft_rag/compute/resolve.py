@@ -53,7 +53,7 @@ def resolve(
     If a variant cannot be opened, the plan is made again without it. Variants of segments that are recomputed in full
     are not opened. Every rank must call this with the same prompt and look-up, and all of them leave out what one could
     not open. Nothing is loaded or computed here. `answer_tokens` positions are reserved after the prompt. `scores` are
-    token scores by variant id, if another process has read them.
+    token scores by variant id, if another process has read them; None: they are read here.
     """
     opened: dict[str, LoadedVariant | StoredVariant] = {}
     lost: dict[str, str] = {}

@@ -49,7 +49,8 @@ class Observer(Protocol):
         """Observe one layer, once, after the rows' keys were written and before the rows attend.
 
         `q` are the watched rows' rotated queries `[watched rows, heads, head_dim]`, `k` the rotated keys `[keys,
-        kv_heads, head_dim]`, uninitialised at positions that no row sees. An exception ends the pass.
+        kv_heads, head_dim]`, uninitialised at positions that no row sees, and `visible` those that these rows see. An
+        exception ends the pass.
         """
 
 
@@ -131,7 +132,7 @@ class RowPass:
 
     @property
     def hidden(self) -> Tensor:
-        """Input of the next layer, `[streams, rows, hidden]`; `[0]` after layers that ran at once."""
+        """Input of the next layer, or output of the last, `[streams, rows, hidden]`; `[0]` after layers run at once."""
         if self._hidden is None:
             self._hidden = self._stack.embed(self.ids)
         return self._hidden
@@ -142,7 +143,7 @@ class RowPass:
         return range(self.layer, self.layer + (1 if self.at_once is None else self.at_once.layers))
 
     def runs_with(self, other: RowPass) -> bool:
-        """Return True if `advance` can run both together."""
+        """Return True if `advance` can run both together: the same layers, and at once only if both or none capture."""
         is_at_once = self.at_once is not None
         if self.next_layers != other.next_layers or is_at_once != (other.at_once is not None):
             return False
@@ -188,7 +189,7 @@ class RowPass:
         return self._rotary_rows
 
     def update(self, rows: Rows) -> None:
-        """Replace the rows after a load failed: drift correction then learns from RECOMPUTED ones only."""
+        """Replace `rows` after a load failed: drift correction learns from RECOMPUTED ones only; `positions` stay."""
         self._rows = rows
         self._locate_drift()
 
@@ -201,7 +202,7 @@ class RowPass:
     def launched_at_once(self) -> None:
         """Continue after the layers of `at_once`, which were just launched; `hidden` is empty from then on.
 
-        Blocks and raises as `layer_launched`.
+        Blocks as `layer_launched`.
         """
         assert self.at_once is not None, "set before the pass began"
         self._hidden = torch.empty(0)
@@ -209,18 +210,18 @@ class RowPass:
         self._in_flight.add()
 
     def divide(self) -> None:
-        """Run the layers of `at_once` one by one instead, before the first one has run."""
+        """Divide `at_once` into single layers, before any has run, and place the first one's chunk-caches."""
         assert self.at_once is not None, "set before the pass began"
         self.at_once.place(self.layer)
         self.at_once = None
 
     def wait(self) -> None:
-        """Block until every launched layer is computed; on a CPU it is already."""
+        """Block until every launched layer is computed; returns at once on a CPU, or if `most_in_flight` is None."""
         self._in_flight.wait()
 
     @property
     def clock(self) -> Callable[[], float | None]:
-        """Function that returns the seconds that a pass without a limit took on its GPU; None until it is computed."""
+        """Function that returns a pass's seconds on its GPU; None until it is computed, and with `most_in_flight`."""
         return self._in_flight.seconds
 
     def join(self, other: RowPass) -> None:
@@ -256,7 +257,7 @@ class RowPass:
         First corrects drift in the buffer, writes the rows' rotated keys and their values to it, records captures and
         calls the observer. If the layer ran before, correction and observer are left out, and the rest is done again.
         RuntimeError if an earlier call for this layer failed before these were done: neither can be done twice. A pass
-        that runs at once also places the layer's chunk-caches.
+        that runs at once also places the layer's chunk-caches. Returns as `LayerPass.attend`.
         """
         if self.at_once is not None:
             self._place_at_once(layer, self.at_once)
@@ -354,7 +355,7 @@ class RowPass:
 
     @property
     def plain(self) -> bool:
-        """True if its rows only write their keys and values and attend to earlier positions."""
+        """True if its rows only write their keys and values and attend to earlier positions, without a timer."""
         extras = (self._drift, self._observer, self.recorder, self.absent)
         return self.timer is untimed and all(extra is None for extra in extras)
 
@@ -417,7 +418,7 @@ class _JointPass:
     def attend_rotated(
         self, layer: int, q: Tensor, settings: AttentionSettings, out: Tensor | None = None
     ) -> Tensor:
-        """Same as `attend`, for queries that are rotated already; see `WholePass`."""
+        """Attend pass by pass, see `WholePass`."""
         joint = torch.empty_like(q) if out is None else out
         for row_pass, rows in zip(self.passes, self._slices, strict=True):
             row_pass.attend_rotated(layer, q[rows], settings, joint[rows])

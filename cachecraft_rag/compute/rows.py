@@ -80,7 +80,7 @@ class Rows:
         return replace(self, done=done)
 
     def open(self, below: int | None = None) -> NDArray[np.int64]:
-        """Return the positions still to be computed, int64 `[rows]`, ascending: not STORED and not done."""
+        """Return the positions, not STORED and not done, only those `below` if given: int64 `[rows]`, ascending."""
         is_row = self.reason[:below] != RowReason.STORED
         return np.flatnonzero(is_row & ~self.done[:below])
 

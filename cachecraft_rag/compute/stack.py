@@ -119,7 +119,7 @@ class Ranks(Protocol):
     """
 
     def own_heads(self, kv: Tensor) -> Tensor:
-        """Return this rank's share of `kv` `[2, tokens, all kv_heads, head_dim]`, a view. Asks no other rank."""
+        """Return this rank's share of `kv` `[…, tokens, all kv_heads, head_dim]`, a view. Asks no other rank."""
 
     def mean(self, seen: Tensor) -> Tensor:
         """Return a statistic of this rank's heads, of any shape, averaged over the ranks. May return `seen` itself."""
@@ -138,7 +138,7 @@ class Alone:
     """A single rank with all heads. Its methods exchange nothing and raise nothing."""
 
     def own_heads(self, kv: Tensor) -> Tensor:
-        """Return `kv` itself, `[2, tokens, kv_heads, head_dim]`."""
+        """Return `kv` itself, `[…, tokens, kv_heads, head_dim]`."""
         return kv
 
     def mean(self, seen: Tensor) -> Tensor:

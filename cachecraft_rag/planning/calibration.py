@@ -62,7 +62,7 @@ class Calibration:
     early_termination_window: int = 3
 
     def fits(self, config: ReuseConfig) -> bool:
-        """Return True if these settings choose tokens as the calibration did, with the scope "anywhere"."""
+        """Return True if these settings choose tokens as the calibration did, with any α, in the scope "anywhere"."""
         mine = _settings(self, self.nearest_share)
         theirs = _settings(config.method, config.nearest_share)
         return config.method.scope == "anywhere" and mine == theirs

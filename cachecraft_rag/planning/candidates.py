@@ -47,9 +47,9 @@ class Candidate:
         session: str | None,
         namespace: str = "",
     ) -> Self | None:
-        """Return the candidate whose captures would have made this request exact; None if none could be used.
+        """Return the candidate whose captures would have made this request exact; None without any.
 
-        A chunk after private text can be reused only within its session, so without one these chunks do not count.
+        Only fixed chunks count; those after private text, reused within a session only, not if `session` is None.
         """
         segments = prompt.segments
         fixed = {index: n for index, planned in enumerate(plan) if (n := _spent(planned, config))}
@@ -66,13 +66,13 @@ class Candidate:
 
     @property
     def identity(self) -> _Path:
-        """Key (owner, segment ids), shared by all candidates of the same tenant, session and chunks."""
+        """Key ((namespace, session), segment ids), equal for candidates of the same tenant, session and segments."""
         return (self.namespace, self.session), tuple(
             segment.segment_id for segment in self.segments
         )
 
     def paths(self) -> Iterator[tuple[_Path, int]]:
-        """Yield each capture to be made, (owner, segment ids up to it), with the tokens that it saves per use."""
+        """Yield each capture to be made, (owner, ids up to its own) as in `identity`, and the tokens saved per use."""
         owner, ids = self.identity
         for index, tokens in self.fixed.items():
             yield (owner, ids[: index + 1]), tokens
@@ -128,13 +128,13 @@ class Candidates:
         return least
 
     def best(self, among: Callable[[Candidate], bool] | None = None) -> Candidate | None:
-        """Return the most valuable candidate, the latest of equals, for which `among` is True; None if none waits."""
+        """Return the most valuable candidate, the latest of equals, for which `among` is True; None without any."""
         latest_first = reversed(self._waiting.values())
         candidates = [candidate for candidate in latest_first if among is None or among(candidate)]
         return max(candidates, key=self.value, default=None)
 
     def remove(self, candidate: Candidate) -> None:
-        """Remove a candidate, and the count of each of its captures that no other candidate has."""
+        """Remove a candidate if it waits, and the count of each of its captures that no other candidate has."""
         waiting = self._waiting.pop(candidate.identity, candidate)
         wanted = {path for other in self._waiting.values() for path, _ in other.paths()}
         for path, _ in waiting.paths():
@@ -142,7 +142,7 @@ class Candidates:
                 del self._would_have_saved[path]
 
     def having(self, segment_ids: Set[str]) -> list[Candidate]:
-        """Return the candidates with at least one of these segments, earliest first."""
+        """Return the candidates with at least one of these segments, in the order of their latest `add`."""
         return [
             candidate
             for candidate in self._waiting.values()

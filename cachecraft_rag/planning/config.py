@@ -121,7 +121,7 @@ class ReuseMethod:
 
     @property
     def is_baseline(self) -> bool:
-        """True if CFO decides without an α too: with published scores, and in the scope "set"."""
+        """True if CFO decides without an α too: with `scoring="published"`, or in the scope "set"."""
         return self.scoring == "published" or self.scope == "set"
 
 
@@ -172,7 +172,7 @@ class ReuseConfig:
 
     @classmethod
     def full_prefill(cls) -> Self:
-        """Return the baseline to compare with: no reuse, and no captures, which `ReuseConfig(reuse=False)` makes.
+        """Return the baseline to compare with: no reuse, `plain_prompts` off, and no captures, unlike `reuse=False`.
 
         >>> config = ReuseConfig.full_prefill()
         >>> config.reuse, config.capture
@@ -184,8 +184,9 @@ class ReuseConfig:
     def deterministic(cls, **changes: Any) -> Self:
         """Return settings with which a request changes no chunk-cache and decides nothing by time.
 
-        With `EngineConfig(new_variants="off")`, one request at a time and greedy sampling, the same question over the
-        same primed store gives the same answer each time. `changes` may undo these settings.
+        They capture nothing, reuse in prompts of every length and load layer by layer; `changes` may undo this. With
+        `EngineConfig(new_variants="off")`, one request at a time and greedy sampling, the same question over the same
+        primed store gives the same answer each time.
 
         >>> config = ReuseConfig.deterministic(recompute_ratio=0.3)
         >>> config.capture, config.method.loading, config.recompute_ratio
@@ -259,7 +260,8 @@ class ReuseConfig:
     def for_prompt(self, tokens: int, *, measured: int = 0) -> Self:
         """Return these settings, or, for a prompt that is too short, a copy without reuse and captures.
 
-        `measured` is the shortest length with reuse, for a `min_prompt_tokens` of None.
+        The shortest prompt with reuse has `min_prompt_tokens`, or `measured` tokens if that is None; the copy keeps
+        this number. Settings without reuse are returned as they are, captures included.
 
         >>> ReuseConfig(min_prompt_tokens=1000).for_prompt(800).reuse
         False
@@ -270,5 +272,5 @@ class ReuseConfig:
         return replace(self, reuse=False, capture=False, min_prompt_tokens=least)
 
     def is_too_short(self, tokens: int) -> bool:
-        """Return True if `for_prompt` has switched reuse off for a prompt of this length, in tokens."""
+        """Return True if reuse is off and `tokens` are fewer than `min_prompt_tokens`, as `for_prompt` sets both."""
         return not self.reuse and tokens < (self.min_prompt_tokens or 0)

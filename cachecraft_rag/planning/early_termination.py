@@ -63,7 +63,7 @@ def focused_count(scores: Sequence[float]) -> int:
 
     Lines 5–9 of Algorithm 1 to the letter: i* is the i in 1 … k-2 with the largest h(i+1) - h(i), which is -p·log p of
     gap i+1. Two flaws: -p·log p is not monotonic, so a gap with nearly all of the drop loses to a small one; and the
-    cut falls one chunk above the gap it chose.
+    cut falls one chunk above the gap it chose. Without three chunks, or with equal scores, all are focused.
 
     >>> focused_count([9.0, 1.0, 0.9, 0.1])  # p = .90, .01, .09; -p·log p of gaps 2 and 3: .05, .22: i* = 2
     2
@@ -80,7 +80,7 @@ def focused_count(scores: Sequence[float]) -> int:
 
 
 class FocusMonitor:
-    """Finds the focused chunks of one request, layer by layer; `focused` and `layer` are None until one decides.
+    """Finds the focused chunks of one request. Their numbers `focused`, and the `layer` that decided, are None before.
 
     Args:
         chunks: number of chunks in the prompt.
@@ -97,7 +97,7 @@ class FocusMonitor:
     def observe(self, layer: int, mass: Sequence[float]) -> bool:
         """Add one layer's attention of the question to each chunk, `[chunks]` (eq. 15); True if this layer decides.
 
-        Layers are given in their order; after the decision they are ignored.
+        Layers are given in their order; after the decision they are ignored, and the result is False.
         """
         if self.focused is not None:
             return False

@@ -62,7 +62,7 @@ class TokenKinds:
 
     @classmethod
     def of(cls, tokens: Iterable[str | None]) -> Self:
-        """Return the features of a vocabulary's tokens, in the order of their ids, with marks for spaces and line ends.
+        """Return the features of a vocabulary's tokens, in the order of their ids, as a tokenizer spells them (`Ġthe`).
 
         None stands for an id without a token. One more entry, of an empty text, is for ids beyond the vocabulary.
 
@@ -85,7 +85,7 @@ class TokenKinds:
 
 
 def window_hashes(ids: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """Return a hash, below 2**48, of each token and the 15 tokens before it: uint64 `[tokens]`."""
+    """Return a hash, below 2**48, of each token and the up to 15 tokens before it: uint64 `[tokens]`."""
     mixed = (ids.astype(np.uint64) + np.uint64(1)) * np.uint64(_SPREAD)
     mixed ^= mixed >> np.uint64(31)
     mixed *= np.uint64(_STEP)
@@ -99,7 +99,7 @@ def window_hashes(ids: NDArray[np.int64]) -> NDArray[np.uint64]:
 
 
 def find_segments(token_ids: Sequence[int] | TokenIds, kinds: TokenKinds) -> list[range]:
-    """Return the segments of a text as ranges of positions, in order, each of `LEAST` to `MOST` tokens.
+    """Return the segments of a text as ranges of positions, in order, each of 48 to 512 tokens (`LEAST`, `MOST`).
 
     Tokens between them are separators or too few for a segment.
 
@@ -274,7 +274,7 @@ def marks(
 
 
 def text_mark(token_ids: Sequence[int] | TokenIds) -> tuple[int, int] | None:
-    """Return (hash, position) of the mark with the lowest hash; None for a text of fewer than 31 tokens."""
+    """Return (hash, position) of the one of `marks` with the lowest hash; None for fewer than 31 tokens."""
     places, hashes = marks(token_ids)
     if not len(places):
         return None

@@ -43,7 +43,7 @@ Offsets = NDArray[np.int64]  # tokens of one segment, counted from its first one
 
 
 def no_offsets() -> Offsets:
-    """Return the offsets of no token."""
+    """Return the offsets of no token, a new array: int64 `[0]`."""
     return np.empty(0, np.int64)
 
 
@@ -124,8 +124,8 @@ def make_plan(
     """Choose for each segment the stored variant with the lowest CFO (weighted, see `ReuseMethod.scoring`), or none.
 
     A variant that needs no fixing is preferred. A chunk whose best variant has a CFO of 1 is computed, unless
-    `config.ratio_in_use` is a number. An instruction is reused from a lossless codec only. The tokens to recompute are
-    chosen later, in `with_selection`.
+    `config.ratio_in_use` is a number. An instruction is reused from a lossless codec only. Without `config.reuse`
+    all is computed. The tokens to recompute are chosen later, in `with_selection`.
 
     Args:
         prompt: the segments; those of kind "question" are always computed.
@@ -133,7 +133,7 @@ def make_plan(
         config: settings of reuse.
         lost: variant id → the reason why it could not be loaded; it is not chosen again.
         refused: segment id → the reason why a stored variant is not among `stored`.
-        removed: ids of segments that were removed with their documents.
+        removed: ids of segments that were removed with their documents; like `refused`, for the reason only.
     """
     segments = prompt.segments
     segment_ids = tuple(segment.segment_id for segment in segments)
@@ -370,7 +370,7 @@ def with_selection(
     excluded: Mapping[int, Offsets] = MappingProxyType({}),
     focus: Mapping[int, float] = MappingProxyType({}),
 ) -> Plan:
-    """Return a copy of the plan with the tokens to recompute of each segment to fix; other segments are unchanged.
+    """Return a copy of the plan with the tokens to recompute of each segment to fix, and with the focus of chunks.
 
     The budget of a chunk is ⌈CFO · |C|⌉ tokens (§3.2.1), or ⌈r · |C|⌉ with a ratio r (`config.ratio_in_use`). Of a
     chunk that is `in_full`, all tokens but the `excluded` ones are chosen, outside of the budgets (see

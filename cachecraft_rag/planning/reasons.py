@@ -16,8 +16,9 @@ class Reason(StrEnum):
     too_long by `PromptBuilder.build`, prefix_cached and left_to_server by `vllm.worker.scheduling`,
     `vllm.worker.refusals` and `vllm.server.unmarked`, failed and not_reported by `serving.request.stats_of`.
 
-    A new reason is a member, and in `_DETAIL_ALONE` if its detail replaces the sentence. `docs/reference/statistics.md`
-    has a row for each, which `tests/test_docs.py` checks.
+    A new reason is a member, and in `_DETAIL_ALONE` if its detail replaces the sentence: now fixed, refused,
+    lossy_codec, not_loaded, computed_late, too_long and left_to_server. `docs/reference/statistics.md` has a row for
+    each, which `tests/test_docs.py` checks.
 
     Settings named here are those of `ReuseConfig`. `Reason(code)` returns the reason with this code, and raises
     ValueError for an unknown one.
@@ -119,7 +120,7 @@ _DETAIL_ALONE = frozenset(
 
 
 def explain(reason: Reason, detail: str = "") -> str:
-    """Return the reason as a sentence, or `detail` in its place where the reason allows one.
+    """Return the reason's sentence, "" for REUSED, or `detail`, unless empty, where that replaces it (see `Reason`).
 
     >>> explain(Reason.NOT_LOADED, "file is missing")
     'file is missing'

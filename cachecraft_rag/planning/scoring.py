@@ -98,7 +98,7 @@ def context_impact(
 
 
 def fix_overhead(*, alpha: float, cci: float, adjusted: float) -> float:
-    """Return CFO (eq. 12), clipped to [0, 1]: the share of a chunk's tokens to recompute; 1.0 = all of them.
+    """Return CFO (eq. 12), α · CCI · (1 − β′) clipped to [0, 1]: the share of tokens to recompute; `adjusted` is β′.
 
     >>> fix_overhead(alpha=1.0, cci=0.6, adjusted=0.5), fix_overhead(alpha=3.0, cci=0.6, adjusted=0.0)
     (0.3, 1.0)

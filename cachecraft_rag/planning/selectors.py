@@ -59,7 +59,7 @@ class Selector:
 
 
 def cache_craft(facts: TokenFacts) -> np.ndarray | None:
-    """Return Cache-Craft's score (eq. 14), float32 `[tokens]`: attention to earlier chunks at capture."""
+    """Return the score of eq. 14, float32 `[tokens]`: attention to earlier chunks at capture; None without any."""
     return facts.token_inter
 
 
@@ -80,8 +80,8 @@ def random(facts: TokenFacts) -> np.ndarray:
 def question(facts: TokenFacts) -> np.ndarray:
     """Return attention to earlier chunks at capture plus weighted attention from the question, float `[tokens]`.
 
-    Both are 1 on average. The question's attention alone is better on most questions but fails badly on some
-    (docs/decisions/choosing-tokens.md).
+    Both are 1 on average; `leading` replaces a missing first one, 0 a missing second one. The question's attention
+    alone is better on most questions but fails badly on some (docs/decisions/choosing-tokens.md).
 
     >>> facts = TokenFacts(4, seed=0, token_inter=np.array([0.5, 0.4, 0.1, 0.1]), probed=np.array([0, 0, 8.0, 0.1]))
     >>> select([facts], [2], SELECTORS["question"])[0].tolist()
@@ -126,7 +126,7 @@ def select(
 
     Args:
         facts: facts about each chunk.
-        budgets: number of tokens to recompute in each chunk.
+        budgets: number of tokens to recompute in each chunk; 0: none, in both scopes.
         selector: gives each token its score, see `Selector`.
         budget_scope: "chunk" spends each chunk's budget in that chunk. "prompt" adds them and spends the sum on the
             best tokens of all chunks, their scores weighted by budget per token; unscored chunks keep their own budget.

@@ -38,7 +38,7 @@ class Times:
 
 
 def lengths_up_to(longest: int) -> list[int]:
-    """Return the lengths of the prompts to measure, in tokens: 1,024 and each twice the one before, up to `longest`.
+    """Return the lengths to measure, in tokens: 1,024 and each twice the one before, up to `longest` and 32,768.
 
     >>> lengths_up_to(5000)
     [1024, 2048, 4096]
@@ -55,7 +55,8 @@ def shortest_prompt(lengths: Sequence[int], measure: Callable[[int], Times | Non
     """Return the smallest of these lengths at which reuse is sooner; 0 if it is the first one, or none was measured.
 
     Sooner means less than 95 % of full prefill's time. If reuse is sooner at none, the result is one more than the last
-    length, and a warning is logged. A `measure` of None ends the measurement: the prompt could not be reused.
+    length measured, and a warning is logged. `lengths` ascend. `measure` gets each of them, up to the first that is
+    sooner; if it returns None, because the prompt could not be reused, the measurement ends.
 
     >>> shortest_prompt([1024, 2048], lambda tokens: Times(1.0, 1.5 if tokens < 2000 else 0.5))
     2048
@@ -100,13 +101,13 @@ def timed(
 ) -> Times | None:
     """Time one prompt with full prefill and with reuse, in turn; None once it could not be reused.
 
-    The fastest of ten counts for both, because what slows a single request down may hit either.
+    The fastest of ten or more counts for both, after one to warm up: what slows a request down may hit either.
 
     Args:
         config: settings of reuse; `DEFAULT_RATIO` replaces CFO, which says nothing about random tokens.
         ask: answers with these settings; returns seconds to the first token, None if the prompt was not reused.
         tokens: length of the prompt, for the log.
-        least_s: go on for so many seconds at least.
+        least_s: go on for so many seconds at least, and for ten timings.
     """
     ratio = DEFAULT_RATIO if config.ratio_in_use is None else config.ratio_in_use
     reuse = replace(config, capture=False, recompute_ratio=ratio)
@@ -132,8 +133,8 @@ def timed(
 def prompts_of(tokens: int, *, vocabulary: int) -> tuple[Prompt, Prompt]:
     """Return a prompt of about so many random tokens, and its instruction and chunks in another order to capture.
 
-    The second one has no question, and every chunk another place, because none is to be reused exactly. The same
-    `tokens` give the same token ids, but each call new segment ids.
+    The second one has no question, and every chunk another place, because none is to be reused exactly. There are two
+    chunks of 512 tokens, or more. The same `tokens` give the same ids, below `vocabulary`, each call new segment ids.
     """
     dice = random.Random(tokens)
     start = secrets.token_hex(8)  # other engines on the same store use other names

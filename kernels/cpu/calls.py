@@ -298,7 +298,7 @@ def linear(run: Kernels, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tens
 
 
 def attends(q: Tensor, *others: Tensor) -> bool:
-    """Return True if `attend` and `mass` accept these rows, keys and values: one even head dimension, at most 256."""
+    """Return True if `attend` and `mass` accept these: a row or more, and the same even head dimension up to 256."""
     dim = q.shape[2]
     has_good_dim = dim <= MOST_DIM and dim % 2 == 0
     return len(q) > 0 and has_good_dim and all(other.shape[2] == dim for other in others)

@@ -371,7 +371,8 @@ def attend(
 
     Args:
         q: `[rows, heads, head_dim]`, rotated; float32, bfloat16 or float16, head_dim at most 256.
-        k, v: `[keys, kv_heads, head_dim]`, keys rotated. Without values only `lse` and `mass` are computed.
+        k, v: `[keys, kv_heads, head_dim]`, keys rotated; ValueError if they do not fit `q` (`tiles.check_attention`).
+            Without values only `lse` and `mass` are computed.
         visible: which keys each row sees.
         scale: multiplies the scores.
         softcap: above 0: scores become softcap · tanh(scores / softcap); None = as they are.
@@ -384,8 +385,8 @@ def attend(
         out: where to write the output, contiguous, in the form of `q`; None = a new tensor. Not used without `v`.
 
     Returns:
-        Output and mass, see `Attended`: without `v` there is no output, and without `bounds` no mass. A row that sees
-            no key has an output and a mass of zeros.
+        Output, lse and mass, see `Attended`: without `v` there is no output, and without `bounds` no mass. A row that
+            sees no key has an output and a mass of zeros.
     """
     rows, heads, _ = q.shape
     kv_heads = check_attention(q, k, v, visible)

@@ -16,9 +16,9 @@ DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
 
 def uses_triton(x: Tensor) -> bool:
-    """Return True if the Triton kernels take this tensor: on a CUDA device, or on a CPU under the interpreter.
+    """Return True if the Triton kernels take this tensor: 16- or 32-bit floats on a CUDA device, or interpreted.
 
-    If the first launch on a device fails, torch's operations run there, with a warning.
+    False without Triton. If the first launch on a device fails, torch's operations run there, with a warning.
 
     >>> uses_triton(torch.zeros(1, dtype=torch.float64))
     False
@@ -30,7 +30,7 @@ def uses_triton(x: Tensor) -> bool:
 
 @cache  # asked at each launch
 def interpreted() -> bool:
-    """Return True if Triton's interpreter runs; `$TRITON_INTERPRET` must be set before Triton is imported."""
+    """Return True if Triton's interpreter runs; `$TRITON_INTERPRET` must be 1 before Triton is imported."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 

@@ -86,9 +86,9 @@ def combine(
         out: where to write the first result of several splits, contiguous; None = a new tensor.
 
     Returns:
-        Output `[rows, heads, head_dim]`, lse float32 `[rows, heads]` and mass float32 `[rows, heads, segments]`; with
-            one split, views of the arguments. A row without a visible key has an lse of -inf, and an output and a mass
-            of zeros.
+        Output `[rows, heads, head_dim]`, lse float32 `[rows, heads]` and mass float32 `[rows, heads, segments]`, or
+            None as the arguments; with one split, views of these. A row without a visible key has an lse of -inf, and
+            an output and a mass of zeros.
     """
     splits, rows, heads = lses.shape
     if splits == 1:

@@ -141,7 +141,7 @@ def mean_change(
     """Return the mean change of each chunk's rows times `strength`, raw, float32 `[chunks, 2, kv_heads, head_dim]`.
 
     Args:
-        merged: `[2, keys, kv_heads, head_dim]`, rotated keys and values as stored.
+        merged: `[2, keys, kv_heads, head_dim]`, rotated keys and values as stored; ValueError if others do not fit.
         keys, values: `[rows of the pass, kv_heads, head_dim]`, keys rotated.
         rows: int32 `[changed rows]`, chunk by chunk: indices into `keys`.
         positions: int32 `[changed rows]`, their positions.
@@ -254,7 +254,7 @@ def write_rows(
 ) -> None:
     """Write rows to their positions, and add each chunk's raw change to its stale tokens.
 
-    The change of a key is first rotated to the token's position.
+    The change of a key is first rotated to the token's position. Errors as in `mean_change`.
 
     Args:
         merged: `[2, keys, kv_heads, head_dim]`, rotated keys and values; changed in place.

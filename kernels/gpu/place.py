@@ -105,7 +105,7 @@ def place(
         merged: `[layers, 2, keys, kv_heads, head_dim]`, rotated keys and values; the heads of a key are adjacent.
         chunks: each `[layers, 2, tokens, kv_heads, head_dim]`, raw keys and values, of one dtype and on the device of
             `merged`; the heads of a key are adjacent. Each may be a view of a tensor with more tokens or more heads.
-        starts: new first position of each chunk.
+        starts: new first position of each chunk; ValueError if it has no place in `merged`, or its shape does not fit.
         cos, sin: `[positions, rotary_dim]`, for all positions.
         layers: numbers of the layers to write, which are not checked; None = all.
     """

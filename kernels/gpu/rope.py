@@ -104,9 +104,10 @@ def _rotate(
 
 @cache
 def halves(head_dim: int, rotary_dim: int) -> dict[str, int]:
-    """Return a rotating kernel's constants: half of `rotary_dim`, the dimensions not rotated, and both as blocks.
+    """Return a rotating kernel's constants HALF, half of `rotary_dim`, REST, the dimensions not rotated, and blocks.
 
-    Blocks are rounded up to a power of two. Equal arguments give the same mapping, so do not change it.
+    BLOCK_HALF and BLOCK_REST are rounded up to a power of two. Equal arguments give the same mapping, so do not change
+    it. ValueError unless `rotary_dim` is even and at most `head_dim`.
     """
     if rotary_dim % 2 or rotary_dim > head_dim:
         raise ValueError(f"{rotary_dim} dimensions of {head_dim} cannot be rotated in pairs")
@@ -120,7 +121,7 @@ def halves(head_dim: int, rotary_dim: int) -> dict[str, int]:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """Rotate raw queries or keys to their positions; computed in float32 and rounded once.
+    """Rotate raw queries or keys to their positions; in float32, rounded once. ValueError if shapes do not fit.
 
     Args:
         x: `[tokens, heads, head_dim]`, raw; a head's dimensions side by side.

@@ -29,9 +29,9 @@ def launched(device: torch.device) -> torch.cuda.Event | None:
 
 
 def wait_on_stream(event: torch.cuda.Event | None, *tensors: Tensor) -> None:
-    """Let this thread's later work wait for an event of `launched`, and keep the memory that it reads until then.
+    """Let this thread's later work wait for an event of `launched`, and keep `tensors`, which it reads, until then.
 
-    At least one tensor is on the event's GPU; others may be in main memory.
+    At least one tensor is on the event's GPU; others may be in main memory. Nothing happens without an event.
     """
     if event is None:
         return
@@ -92,13 +92,13 @@ class LayersInFlight:
             self._events.popleft().synchronize()
 
     def seconds(self) -> float | None:
-        """Return the seconds that a pass without limit took on a GPU; None until it is computed. Does not block."""
+        """Return the seconds that a pass took on a GPU; None before, and with a limit. Does not block."""
         if not (self._timed and self._timed[1].query()):
             return None
         milliseconds: float = self._timed[0].elapsed_time(self._timed[1])
         return milliseconds / 1e3
 
     def wait(self) -> None:
-        """Block until every layer that `add` counted is computed; returns at once on a CPU."""
+        """Block until every layer that `add` counted is computed; returns at once on a CPU, or without limit."""
         while self._events:
             self._events.popleft().synchronize()

@@ -75,7 +75,7 @@ class Tiling:
         return cls(largest, keys, warps, stages)
 
     def splits(self, device: torch.device, *, programs: int, keys: int) -> int:
-        """Return how many programs, 1 to 64, share a tile's keys, to fill the device."""
+        """Return in how many splits, 1 to 64, of 256 `keys` or more each, so many `programs` fill the device."""
         wanted = -(-_PROGRAMS_PER_PROCESSOR * _processors(device) // programs)
         fewest = max(1, keys // max(_LEAST_KEYS, self.keys))
         return max(1, min(wanted, fewest, _MOST_SPLITS))
@@ -83,7 +83,7 @@ class Tiling:
     def constants(
         self, q: Tensor, visible: Visibility, *, absent: Tensor | None, softcap: float | None
     ) -> dict[str, object]:
-        """Return the constants and launch options that the kernels share, by the names of the kernels' parameters."""
+        """Return the constants and launch options that the kernels share, by parameter; `absent`: see `absent_mask`."""
         return {
             "HEAD_DIM": q.shape[-1],
             "BLOCK_D": max(16, power_of_two(q.shape[-1])),
@@ -133,7 +133,7 @@ class _AbsentMask:
 
 
 def absent_mask(visible: Visibility, keys: int) -> Tensor | None:
-    """Return a mask of absent keys, uint8 `[keys]`, made once for a `visible`; None without `visible.absent`."""
+    """Return a mask, 1 for absent keys, uint8 `[keys]`, made once for a `visible`; None without `visible.absent`."""
     return visible.prepared(_AbsentMask(keys))
 
 
@@ -208,7 +208,7 @@ def load_keys(
     """Load keys or values of one head, `[BLOCK_N, BLOCK_D]`, in their own dtype.
 
     With MASKED, keys that are not in `there` are zeros; without it, every key must be in range. The dimensions from
-    HEAD_DIM to BLOCK_D are zeros.
+    HEAD_DIM to BLOCK_D are zeros. Those of index i in `keys` begin `head_offset` + i · `key_stride` numbers after `x`.
     """
     dims = tl.arange(0, BLOCK_D)
     at = x + head_offset + keys.to(tl.int64)[:, None] * key_stride + dims[None, :]
@@ -224,8 +224,8 @@ def scores(
     """Return scores times log2(e), float32 `[BLOCK_M, BLOCK_N]`, of `q` `[BLOCK_M, BLOCK_D]`, `k` `[BLOCK_N, BLOCK_D]`.
 
     With SOFTCAP, scores become softcap · tanh(scores / softcap). Without, `softcap` is not used, and the caller must
-    have multiplied `scale` by log2(e). UPCAST is for Triton's interpreter, which multiplies the
-    bits of bfloat16 as if they were integers. PRECISION is `tl.dot`'s `input_precision`.
+    have multiplied `scale` by log2(e). UPCAST is for Triton's interpreter, which multiplies the bits of bfloat16 as if
+    they were integers. PRECISION is `tl.dot`'s `input_precision`.
     """
     if UPCAST:
         q = q.to(tl.float32)

@@ -70,7 +70,7 @@ LOADING_CONSTANTS = LoadingConstants()
 
 
 def preload_depth(layers: int, *, prefill_s: float, load_s: float) -> int:
-    """Return how many layers must be loaded before the first is computed, to compute without a gap (eq. 16).
+    """Return how many of the `layers`, at least 1, to load before computing, which then has no gap (eq. 16).
 
     >>> preload_depth(5, prefill_s=1.0, load_s=2.0)  # Fig. 19: 4 · (1 - 1/2) + 1
     3
@@ -168,7 +168,7 @@ class LoadSplit:
         return len(np.union1d(self.own_positions, self.waiting)) == self.tokens
 
     def load_first(self) -> bool:
-        """Return True if loading should finish before the last pass, because readers would slow that pass down."""
+        """Return True if loading goes first: at known speeds no front pays off, and readers would slow the pass."""
         if not self.waiting or not self.speed.known or self.bytes_per_s <= 0.0:
             return False
         return self.busy_cores >= self.constants.busy_cores and self.share() == 0.0
@@ -182,9 +182,9 @@ class LoadSplit:
         """Return how many tokens the front should have, so that computing and loading finish together.
 
         `layers_left` is the fraction of the layers whose loading the front still saves. The result is all waiting
-        tokens for a rate of 0, and 0.0 if computing a front would save too little, or its first extent takes more time
-        to compute than it saves. Otherwise it reaches to the end of an extent, or is a fraction after the last end in
-        `extent_ends`.
+        tokens for a rate of 0 (otherwise the speed must be `known`), and 0.0 if computing a front would save too
+        little, or its first extent takes more time to compute than it saves. Otherwise it reaches to the end of an
+        extent, or is a fraction after the last end in `extent_ends`.
         """
         count = len(self.waiting)
         if not count or self.bytes_per_s <= 0.0:
@@ -230,7 +230,7 @@ class LoadSplit:
 
     @property
     def load_token_s(self) -> float:
-        """Mean seconds to load a waiting token, of which there must be one."""
+        """Mean seconds to load a waiting token, of which there must be one; the rate must not be 0."""
         return self.load_s / len(self.waiting)
 
     def _token_s(self, front_tokens: int) -> float:
@@ -258,7 +258,7 @@ class LoadSplit:
         return self.speed.rows(added)
 
     def optimistic(self) -> LoadSplit:
-        """Return the same state at the highest rate that loading may still reach."""
+        """Return the state at the highest rate that loading may still reach; itself if settled or before any data."""
         if self.is_settled or not self.has_loaded:
             return self
         return self._at(self.constants.optimism)
@@ -296,7 +296,7 @@ class LayerWise:
         return WaitCondition("nothing")
 
     def before_pass(self, split: LoadSplit, layers: int) -> WaitCondition:
-        """Return the condition of the next pass: enough layers to compute without a gap (eq. 16)."""
+        """Return the condition of a pass: enough layers to compute without a gap (eq. 16; unknown times are 0)."""
         prefill_s = split.speed.seconds(split.rows) if split.speed.known else 0.0
         load_s = split.load_s if split.bytes_per_s > 0.0 else 0.0
         return WaitCondition(preload_depth(layers, prefill_s=prefill_s, load_s=load_s))
@@ -334,7 +334,11 @@ class Cake(LayerWise):
         )
 
     def before_pass(self, split: LoadSplit, layers: int) -> WaitCondition:
-        """Return the condition of the next pass: a wait if nothing is known, or if `LoadSplit.load_first` says so."""
+        """Return the condition of the next pass.
+
+        "all soon", at most `settle_s`, if no speed is known; "all", layer by layer and at most twice its time, if
+        `LoadSplit.load_first`; otherwise "nothing".
+        """
         if not (split.speed.known or split.is_settled):
             return WaitCondition("all soon", split.constants.settle_s)
         if split.load_first():

@@ -204,7 +204,7 @@ class CaptureRecorder:
                 capture.layers.add(layer)
 
     def edges(self, places: Sequence[tuple[RecordedChunk, slice]]) -> Tensor | None:
-        """Return the bounds of the segments of which a pass measures these rows' attention, or None.
+        """Return the bounds of the segments of which a pass measures these rows' attention; None if it measures none.
 
         int64 `[segments + 1]`, from the system's segment to the last capture's.
         """
@@ -216,7 +216,7 @@ class CaptureRecorder:
     def add_mass(
         self, layer: int, places: Sequence[tuple[RecordedChunk, slice]], mass: Tensor
     ) -> None:
-        """Add, once, the attention that a pass measured in one layer: float32 `[rows, segments of edges]`."""
+        """Add the attention measured in one layer, float32 `[rows, segments of edges]`; a repeated layer is ignored."""
         for capture, rows in places:
             if capture.mass is not None and layer not in capture.layers:
                 capture.mass.add_(mass[rows, : capture.segment + 1])

@@ -109,7 +109,7 @@ class CaptureDescriber:
         self._followers: weakref.WeakKeyDictionary[RemovedChunks, str] = weakref.WeakKeyDictionary()
 
     def follow(self, removed: RemovedChunks, namespace: str = "") -> RemovedChunks:
-        """Add the ids of a tenant's chunks ("": the describer's) to this set as they are removed; return the set."""
+        """Add ids of a tenant's chunks ("": the describer's) to this set when `remove` gets them; return the set."""
         with self._guard:
             self._followers[removed] = namespace or self._namespace
         return removed
@@ -129,7 +129,7 @@ class CaptureDescriber:
         """Begin to describe the captures of a prefill and return at once.
 
         Call it in the thread that computed the prefill, because captures wait for the work launched by this thread.
-        Captures that are dropped or fail are counted in the store and logged.
+        Captures that are dropped or fail are counted in the store and logged; an error of `start` itself is raised too.
 
         Args:
             recorder: recorder of the prefill.
@@ -234,7 +234,7 @@ class CaptureDescriber:
         return 4 * (self._waiting_bytes + self._keys_bytes) > self._max_bytes
 
     def wait_for(self, segment_ids: Iterable[str], timeout: float | None = None) -> bool:
-        """Wait until captures of these segments submitted so far have ended; False after `timeout` (None: never)."""
+        """Wait until captures of these segments submitted so far end; False after `timeout` seconds (None: never)."""
         wanted = frozenset(segment_ids)
         with self._guard:
             jobs = [

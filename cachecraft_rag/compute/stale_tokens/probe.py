@@ -47,7 +47,7 @@ class AttentionReceived:
     def observe(
         self, layer: int, q: Tensor, k: Tensor, visible: Visibility, settings: AttentionSettings
     ) -> None:
-        """Add the attention of one of the deeper layers, from two fifths on, to the sum."""
+        """Add the attention of one of the deeper layers, from two fifths on, to the sum; ignore earlier layers."""
         if layer not in self._layers:
             return
         keys = k[: self.watched.stop]  # later keys are not computed yet
@@ -62,7 +62,7 @@ class AttentionReceived:
         self._received = received if self._received is None else self._received + received
 
     def seen(self) -> Tensor:
-        """Return the attention to each position up to the last watched one, float32, without a row's own."""
+        """Return the attention to positions up to the last watched one, float32, summed over other rows and layers."""
         assert self._received is not None, "the range of layers is never empty"
         return self._received
 
