@@ -119,10 +119,16 @@ def load_calibration(store: Path, fingerprint: str) -> Calibration | None:
     try:
         calibration = Calibration(**entry)  # type: ignore[arg-type]  # JSON says nothing about types
         shares = (calibration.quality, calibration.reached, calibration.recomputed)
-        numbers = (calibration.alpha, calibration.questions, calibration.created, *shares)
+        numbers = (
+            calibration.alpha,
+            calibration.low,
+            calibration.questions,
+            calibration.created,
+            *shares,
+        )
         if not all(isinstance(number, int | float) for number in numbers):
             raise TypeError(
-                "alpha, questions, created, quality, reached and recomputed must be numbers"
+                "alpha, low, questions, created, quality, reached and recomputed must be numbers"
             )
         if not isinstance(calibration.metric, str):
             raise TypeError("metric must be a text")

@@ -196,7 +196,13 @@ class Primer:
 
     def _room(self, segments: Sequence[Segment]) -> int:
         """Return the tokens that a pass has for chunks."""
-        room = self._window - len(self.engine.prompts.system.token_ids)
+        instruction = len(self.engine.prompts.system.token_ids)
+        room = self._window - instruction
+        if room <= 0:
+            raise ContextLengthError(
+                f"the instruction of {instruction} tokens leaves no room for a chunk in a pass of {self._window}; "
+                "shorten it"
+            )
         longest = max((len(segment.token_ids) for segment in segments), default=0)
         if longest > room:
             raise ContextLengthError(

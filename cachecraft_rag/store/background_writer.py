@@ -31,6 +31,7 @@ from cachecraft_rag.types.variants import Variant, VariantKey
 
 logger = logging.getLogger("cachecraft_rag.store")
 T = TypeVar("T")
+_WITHHELD = (CaptureDrop.REMOVED, CaptureDrop.FOLDER_GONE, CaptureDrop.CATALOG_ERROR)
 
 
 class BackgroundWriter:
@@ -254,9 +255,10 @@ class BackgroundWriter:
                 self._mark(capture.key, capture.mark)
             with self._lock:
                 self._captures["stored"] += 1
-        # Shared captures are sent to the remote even if the disk has no room for them.
-        is_removed = refused is not None and refused.code is CaptureDrop.REMOVED
-        if self._remote is not None and capture.session is None and not is_removed:
+        # Shared captures are sent to the remote even if the disk has no room for them, but not if their chunk was
+        # removed, or if nobody knows whether it was.
+        is_withheld = refused is not None and refused.code in _WITHHELD
+        if self._remote is not None and capture.session is None and not is_withheld:
             self._remote.put(variant, encoded, capture.token_scores)
         return refused or variant
 

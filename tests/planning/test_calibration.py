@@ -80,6 +80,7 @@ def test_what_is_damaged_is_logged_and_as_if_it_were_not_there(
         ("reached", 1.2),
         ("recomputed", -0.1),
         ("recomputed", "much"),
+        ("low", "much"),
         ("quality", None),
         ("questions", math.nan),
         ("questions", math.inf),

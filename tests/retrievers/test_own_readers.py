@@ -114,6 +114,21 @@ def test_a_closure_reads_and_splits_in_this_process_and_thread(
     assert (second["source"], second["ordinal"]) == ("docs/kettle.LOG", 1)
 
 
+def test_metadata_that_the_index_cannot_keep_is_a_problem_of_its_document(
+    folder: Path, store: FaissStore, embedder: Any
+) -> None:
+    def read(path: Path) -> LangChainDocument:
+        size = 10**5000 if path.suffix == ".LOG" else 1
+        return LangChainDocument(path.read_text(), metadata={"size": size})
+
+    report = index_folder(folder, store, embedder, reader=read)
+    assert [(problem.doc_id, problem.kind) for problem in report.problems] == [
+        ("docs/kettle.LOG", "inaccessible")
+    ]
+    assert "a number that is too long" in report.problems[0].reason
+    assert texts(store, "docs/kettle.md")
+
+
 @pytest.mark.parametrize(
     ("splitter", "expected"),
     [

@@ -137,6 +137,13 @@ def test_a_chunk_longer_than_a_pass_is_refused(engine: Engine) -> None:
         primer(engine, chunks_per_pass=1).prime([Chunk("x" * LENGTH)])
 
 
+def test_an_instruction_that_fills_a_pass_is_named(engine: Engine) -> None:
+    one = primer(engine, chunks_per_pass=0)
+    for ask in (lambda: one.fits(DOCUMENT[0]), lambda: one.prime(DOCUMENT)):
+        with pytest.raises(ContextLengthError, match=r"the instruction of .* shorten it"):
+            ask()
+
+
 def test_whether_a_chunk_fits_a_pass_can_be_asked(engine: Engine) -> None:
     one = primer(engine, chunks_per_pass=1)
     assert one.fits(DOCUMENT[0])

@@ -132,6 +132,16 @@ def test_a_remote_is_not_used_while_it_is_not_known_what_was_removed(tmp_path: P
         assert store.find("ns", "model", ["chunk"]).variants == {"chunk": []}
 
 
+def test_a_remote_gets_nothing_while_it_is_not_known_what_was_removed(tmp_path: Path) -> None:
+    (tmp_path / "shared").mkdir()
+    remote = RemoteConfig(f"file://{tmp_path}/shared")
+    with ChunkCacheStore.open(tmp_path / "caches", remote=remote) as store:
+        shutil.rmtree(tmp_path / "caches")
+        store.put(capture()).result()
+        assert store.flush(10)
+    assert not [path for path in (tmp_path / "shared").rglob("*") if path.is_file()]
+
+
 def test_closing_does_no_harm_to_a_store_that_is_open_in_its_place(tmp_path: Path) -> None:
     root = tmp_path / "caches"
     store = ChunkCacheStore.open(root)

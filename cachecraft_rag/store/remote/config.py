@@ -242,7 +242,7 @@ class RemoteConfig:
         if key is None and path is None:
             key = os.environ.get(KEY_VARIABLE)
             path = os.environ.get(KEY_FILE_VARIABLE)
-        if "" in (key, path):
+        if (path if key is None else key) == "":
             raise ConfigError(
                 f"the remote's key is empty: leave it out (or unset its variable) to sign nothing, or {_MAKE_KEY}"
             )

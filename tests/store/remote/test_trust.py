@@ -538,6 +538,14 @@ def test_an_empty_variable_does_not_mean_unsigned(
     assert RemoteConfig("memory://", key=KEY).keys() == (KEY.encode(),)
 
 
+def test_an_empty_key_file_variable_beside_a_key_is_not_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("CACHECRAFT_REMOTE_KEY", KEY)
+    monkeypatch.setenv("CACHECRAFT_REMOTE_KEY_FILE", "")
+    assert RemoteConfig("memory://").keys() == (KEY.encode(),)
+
+
 # -- secrets in URLs --------------------------------------------------------------------------------------------------
 
 SECRET = "hunter2SECRET"
