@@ -59,12 +59,12 @@ class ComparedQuestion:
 
     @property
     def speedup(self) -> float:
-        """Prefill time of the unmodified model divided by the time to the first token with reuse; NaN without one."""
+        """Prefill time of the unmodified model divided by the time to the first token of `reused`; NaN without one."""
         return self.own_prefill_s / (self.reused.stats.ttft_s or math.nan)
 
     @property
     def speedup_again(self) -> float:
-        """The `speedup` of the second time; NaN before it."""
+        """The same for `again`; NaN before it is there."""
         if self.again is None:
             return math.nan
         return self.own_prefill_s / (self.again.stats.ttft_s or math.nan)

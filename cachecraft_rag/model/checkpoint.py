@@ -40,7 +40,8 @@ def config_of(name: str) -> PretrainedConfig:
     """Return the config of a model: of a folder, of a name on the hub, or of "demo".
 
     Weights are not loaded, but the first use of "demo" converts or downloads that model (`demo_model_folder`). A config
-    that this disk lacks is downloaded, after a quick check that the hub has the model (`require_hub`).
+    that this disk lacks is downloaded, after a quick check that the hub has the model. Raises ModelNotFoundError,
+    whatever the cause: no such name or folder, a hub that cannot be reached, a damaged config.
     """
     from huggingface_hub import try_to_load_from_cache
     from transformers import AutoConfig

@@ -39,6 +39,7 @@ def load_text_part(source: str, config: PretrainedConfig, dtype: torch.dtype | s
     """Return the text part of a multimodal checkpoint as a causal LM; the other parts are loaded and freed.
 
     `source` is a folder or a name on the hub, `config` that of the whole; a `dtype` of "auto" is the checkpoint's own.
+    Nothing is checked: ask `text_part_refusal` first.
     Rejected: to load only its weights, by a mapping of their names. Names differ between versions of transformers, and
     a weight that is missed is replaced by noise.
     """

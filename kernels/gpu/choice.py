@@ -30,7 +30,7 @@ def uses_triton(x: Tensor) -> bool:
 
 @cache  # asked at each launch
 def interpreted() -> bool:
-    """Return True if Triton's interpreter runs; `$TRITON_INTERPRET` must be 1 before Triton is imported."""
+    """Return True if `$TRITON_INTERPRET` is 1: then Triton, if it was imported after that, interprets kernels."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 

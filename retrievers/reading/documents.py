@@ -71,9 +71,10 @@ def read_text(path: Path, data: bytes) -> Reading:
 
     Of `path` only the suffix is used, and the name in messages. The metadata has `format` ("markdown" or "text"), and
     where they are known `title`, `pages` (their number), and `encoding` if it is not UTF-8. A file without text gives
-    "". A parser of an untrusted document may take hours or all memory: `limited_reader` calls this within limits. If
-    memory runs out, a MemoryError is the cause of the DocumentError. MissingPackageError if the suffix needs a package
-    that is not installed.
+    "". A parser of an untrusted document may take hours or all memory: `limited_reader` calls this within limits.
+    Raises DocumentError if the suffix is not in `SUFFIXES`, there are more than 256 MiB, or the file cannot be parsed
+    (if memory runs out, a MemoryError is its cause), and MissingPackageError if the suffix needs a package that is not
+    installed.
     """
     require_known_kind(path, len(data))
     suffix = path.suffix.lower()

@@ -255,7 +255,7 @@ class Catalog:
         """Return the rows of these chunks and of variants that one has, or may have, shaped; `namespace` None: all.
 
         These were captured after it, or after a reused variant that it has shaped, or it is not known what has shaped
-        them. It reads every row.
+        them (so they are returned for any `chunk_ids`, also for none). It reads every row.
         """
         removed = frozenset((*chunk_ids, removals.ANY))
         query = f"""SELECT v.variant_id, v.chunk_id, v.origin_prefix, sh.chunk_ids
