@@ -296,8 +296,9 @@ class CacheCraftVectorStore(Closeable, DocumentVectorStore):
     ) -> list[tuple[Document, float]]:
         """Return the `k` documents most similar to a question in its conversation, with their cosines, best first.
 
-        A follow-up's cosines are to the mean of two vectors: `query`, and the user's last two questions with it. Documents
-        that the turn before would retrieve are ranked as if their cosines were 0.02 higher; the cosines do not change. `history` has the turns before the question, (role, text) each; for `filter` see
+        A follow-up's cosines are to the mean of two vectors: `query`, and the user's last two questions with it.
+        Documents that the turn before would retrieve are ranked as if their cosines were 0.02 higher; the cosines do
+        not change. `history` has the turns before the question, (role, text) each; for `filter` see
         `similarity_search_with_score`.
         """
         check_whole("k", k, least=1)

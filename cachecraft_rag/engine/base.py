@@ -205,8 +205,8 @@ class AnswerEngine(ABC):
     def stream_text(self, prompt: str, **options: Unpack[AnswerOptions]) -> Generation:
         """Answer unmarked text: one user's message with its documents inside; otherwise as `stream`.
 
-        Captured passages are found and reused if `ReuseConfig.plain_prompts` is "reuse"; over vLLM only by a server that
-        was started with `--reuse-plain-prompts`. What is captured of passages found in the text belongs to the
+        Captured passages are found and reused if `ReuseConfig.plain_prompts` is "reuse"; over vLLM only by a server
+        that was started with `--reuse-plain-prompts`. What is captured of passages found in the text belongs to the
         `session`, if there is one, and else is shared.
         """
         return self.stream(prompt, (), **options)

@@ -130,7 +130,7 @@ class Answer:
         return _FINISH.get(str(self.generation.stats.finish), "stop")
 
     def statistics(self) -> dict[str, object]:
-        """Return "stats" and "report" (of the segments) so far, "note" and "refused", as plain values, as vLLM's server.
+        """Return "stats" and "report" (of the segments) so far, "note" and "refused" as plain values, as over vLLM.
 
         "note" is None if there is nothing to say, and "refused" always; "finish" in "stats" is None before the end.
         """

@@ -117,7 +117,7 @@ class _Read:
 class PendingLoads:
     """The extents of one request, in prompt order. Every method may be called from any thread.
 
-    An extent stays in the list once it is loaded, lost or computed instead; before that it is incomplete (`Extent.is_open`).
+    An extent is incomplete (`Extent.is_open`) until it is loaded, lost or computed instead; it stays in the list then.
 
     meter        measures the load rate
     layer_first  True: readers load layer by layer, in few large reads; False: whole extents, while the beginning of the
