@@ -394,7 +394,7 @@ class ServerPrimer:
 
 
 class ServerCaches(Caches):
-    """The chunk-caches of this client's tenant in a server's store, of all sessions. It asks for its admin key."""
+    """The chunk-caches of this client's tenant, of all sessions, in a server's store, which asks for its admin key."""
 
     def __init__(self, link: Link) -> None:
         self._link = link

@@ -88,7 +88,7 @@ class WorkerStream:
 class Workers:
     """The side of one rank: fills the blocks of requests, and describes and stores their captures in one thread.
 
-    All methods are for vLLM's worker thread.
+    All methods are for vLLM's worker thread, and all ranks call `step` with the same arguments.
 
     Args:
         block_size: tokens per vLLM block.
