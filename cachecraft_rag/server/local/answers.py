@@ -55,7 +55,7 @@ class Caller:
 
 @dataclass
 class Answer:
-    """An answer under way. Iterate over `pieces` in one task.
+    """An answer under way. Iterate over `pieces` once, in one task; `begin` before it is optional.
 
     prefix   beginning of its id, such as "chatcmpl-"
     calls    finds the calls of tools in the answer; None without tools
