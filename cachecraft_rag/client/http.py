@@ -112,11 +112,12 @@ class HTTPEngine(AnswerEngine):
             url: such as "http://127.0.0.1:8000"; a "/v1" at its end is left out.
             model: name of the model that the server must serve, as it was started with; None: any.
             system: an instruction instead of the server's. Chunk-caches captured after it serve all who send the same
-                one, unless the server was started with --private-system.
+                one, unless the server was started with --private-system. Priming uses the server's.
             api_key: the key that the server was started with, if it asks for a key (`--api-key`).
             admin_key: a key of its `--admin-key-file`, if it has such a file: to prime and evict.
-            timeout_s: longest silence of the server.
-            total_timeout_s: longest time of a whole answer; None = no limit. Priming has none.
+            timeout_s: longest silence of the server, such as while a prompt waits and is computed.
+            total_timeout_s: longest time of a whole answer, with its reader's pauses; None = no limit. Priming has
+                neither limit.
 
         Raises:
             ServerError: no server of this version and model answers in time, or its tokenizer cannot be used.
@@ -337,7 +338,7 @@ class HTTPEngine(AnswerEngine):
 
 
 class ServerPrimer:
-    """Primes chunks in the server, as many in one request as it takes; see `Primer`.
+    """Primes chunks in the server, after the server's own instruction, as many in one request as it takes.
 
     If a document needs several requests, each begins after the instruction only. The server asks for its admin key.
 
@@ -381,7 +382,7 @@ class ServerPrimer:
         return missing
 
     def fits(self, chunk: Chunk) -> bool:
-        """Return True if a pass has room for the chunk after the instruction, counted here; nothing is sent."""
+        """Return True if a pass has room for the chunk after this engine's instruction; nothing is sent."""
         return Primer(self.engine).fits(chunk)
 
     def _body(self, chunks: Sequence[Chunk]) -> dict[str, object]:
@@ -393,7 +394,7 @@ class ServerPrimer:
 
 
 class ServerCaches(Caches):
-    """The chunk-caches in a server's store, which asks for its admin key."""
+    """The chunk-caches of this client's tenant, of all sessions, in a server's store, which asks for its admin key."""
 
     def __init__(self, link: Link) -> None:
         self._link = link

@@ -42,11 +42,11 @@ def prime(engine: AnswerEngine, body: bytes) -> dict[str, object]:
 
 
 def evict(engine: AnswerEngine, body: bytes) -> dict[str, object]:
-    """Remove the chunk-caches of chunks in the engine's namespace, by their ids; unknown ids are ignored.
+    """Remove the chunk-caches of chunks in the engine's namespace, of all sessions; unknown ids are ignored.
 
     The body is {"chunk_ids": [id, …]}. With "removed": true the chunks were removed with their documents: chunk-caches
-    captured after them leave too, and none is stored until `readmit`. Waiting audits and new variants with these
-    chunks are dropped. Returns {"variants": number of variants removed, "nbytes": their bytes on disk}.
+    captured after them leave too, also from a remote, and none is stored until `readmit`. Waiting audits and new
+    variants with these chunks are dropped. Returns {"variants": number removed, "nbytes": their bytes on disk}.
     """
     given = read_body(body, ("chunk_ids", "removed"))
     ids = read_chunk_ids(given)

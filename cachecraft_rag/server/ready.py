@@ -73,7 +73,7 @@ def ready_text(
 async def announce(
     args: ServerArguments, settings: EndpointSettings, *, needs_key: bool = False, note: str = ""
 ) -> None:
-    """Log `ready_text` once the server accepts connections."""
+    """Wait without limit until the server accepts connections, then log `ready_text`."""
     while not await _accepts_connections(args):
         await asyncio.sleep(_RETRY_S)
     logger.info("%s", ready_text(args, settings, needs_key=needs_key, note=note))

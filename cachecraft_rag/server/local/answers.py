@@ -55,7 +55,7 @@ class Caller:
 
 @dataclass
 class Answer:
-    """An answer under way. Iterate over `pieces` in one task.
+    """An answer under way. Iterate over `pieces` once, in one task; `begin` before it is optional.
 
     prefix   beginning of its id, such as "chatcmpl-"
     calls    finds the calls of tools in the answer; None without tools
@@ -113,7 +113,7 @@ class Answer:
         self.ended(self)
 
     def rest(self) -> tuple[str, list[ToolCall]]:
-        """Return the text that might have been a call, and the calls, of an answer that has ended."""
+        """Return text that was held back as a possible call but is none, and the calls, of an answer that has ended."""
         if self.calls is None:
             return "", []
         text, calls = self.calls.finish()
@@ -130,7 +130,7 @@ class Answer:
         return _FINISH.get(str(self.generation.stats.finish), "stop")
 
     def statistics(self) -> dict[str, object]:
-        """Return "stats" and "report" (of the segments) so far, "note" and "refused" as plain values, as over vLLM.
+        """Return "stats" and "report" (of the segments) so far, "note" and "refused", as the server over vLLM.
 
         "note" is None if there is nothing to say, and "refused" always; "finish" in "stats" is None before the end.
         """
@@ -179,8 +179,8 @@ class Answerer:
         """Return the answer to a chat request, with an id that begins with `prefix`.
 
         With `documents` the prompt is the engine's own: instruction, documents, earlier turns, question. Without, it is
-        the model's own chat template, and passages that were seen before are found in it. A prompt that begins with
-        private text and has no session is computed without chunk-caches.
+        the model's own chat template, in which captured passages are found unless `plain_prompts` is "off". A prompt
+        that begins with private text and has no session is computed without chunk-caches.
         """
         started = time.perf_counter()
         with self._counted():
@@ -240,7 +240,7 @@ class Answerer:
         return self.chat(chat, caller, prefix="resp_")
 
     def completion(self, body: Body, caller: Caller) -> Answer:
-        """Return the completion of a text without a chat template; passages that were seen before are found in it."""
+        """Return the completion of a text without a chat template; captured passages are found in it as in `chat`."""
         started = time.perf_counter()
         with self._counted():
             fields = completion_fields(body)

@@ -32,7 +32,7 @@ class Embeddings:
         return find_spec("sentence_transformers") is not None
 
     def reply(self, body: Mapping[str, Any]) -> dict[str, object]:
-        """Return the vectors of the texts in a request's body, in order, in OpenAI's form.
+        """Return the vectors of the texts in a request's body, each as a document's, in order, in OpenAI's form.
 
         ConfigError for more than 2,048 texts, empty ones, token ids, and `dimensions` other than the model's.
         """

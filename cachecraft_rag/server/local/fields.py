@@ -130,7 +130,7 @@ def _check_values(fields: Body, of_endpoint: Collection[str]) -> None:
 def chat_fields(body: Body) -> ChatRequest:
     """Return a body of `/v1/chat/completions`, with documents [] where there are none.
 
-    Raises ConfigError for one that cannot be served.
+    Raises ConfigError for fields that cannot be served; `Asked.read` checks the messages and documents in them.
     """
     check_fields(body, _OF_CHAT)
     messages = body.get("messages")

@@ -69,7 +69,7 @@ async def chat_events(
         with_usage: add an event with the usage before the last one.
         with_tokens: add the ids of new tokens to each event, as vLLM's `return_token_ids` does.
 
-    An error of the answer is raised, without "[DONE]". A caller that stops early closes the answer.
+    An error of the answer is raised, without "[DONE]". A caller that stops early has to close the answer.
     """
 
     def chunk(delta: Json, finish: str | None = None) -> str:

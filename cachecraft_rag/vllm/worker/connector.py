@@ -155,7 +155,7 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """False: captures are for later questions, and no request waits for them."""
+        """False: captures are for later questions; `get_finished` alone makes requests with `when_stored` wait."""
         return False
 
     # -- scheduler ----------------------------------------------------------------------------------------------------

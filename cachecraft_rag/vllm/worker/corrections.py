@@ -64,7 +64,7 @@ class StatsCorrections:
         self._idle: set[str] = set()  # requests in idle time that have not begun to run
 
     def arrived_idle(self, name: str) -> None:
-        """Note a request in idle time: until it is scheduled, no number of waiting requests counts it."""
+        """Note a request in idle time: it counts as `idle_waiting` until it is scheduled."""
         self._idle.add(name)
 
     def scheduled(self, names: Collection[str]) -> None:

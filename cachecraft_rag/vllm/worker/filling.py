@@ -32,8 +32,8 @@ class Filling:
     """A request's prefill: the Hugging Face engine's, without the last tokens of the prompt, which vLLM computes.
 
     While it waits for loads, where `driver.run` would block, the worker continues with another request. With several
-    ranks, the constructor and every step raise AnotherRankFailedError if another rank has given this request up, and
-    RanksApartError if a rank missed the meeting. Nothing stays open if the constructor raises.
+    ranks, all call the constructor and every step together; AnotherRankFailedError if another rank has given this
+    request up, and RanksApartError if a rank missed the meeting. Nothing stays open if the constructor raises.
 
     Attributes:
         result: result of the prefill; None until it is done. `end` and `report` need it.
@@ -210,7 +210,7 @@ class Slices:
         self._ended = None
 
     def end(self, *, is_own: bool) -> None:
-        """Note that our part of a step has ended; `is_own` if it was nothing and vLLM computes: that is measured."""
+        """Note that our part of a step has ended; `is_own` if we computed nothing and vLLM does: it is measured."""
         # on a GPU vLLM's part also waits for ours, so it tells nothing after a filling
         self._ended = time.perf_counter() if is_own else None
 

@@ -48,7 +48,7 @@ def _of_ranks(config: VLLMConfig) -> Refusal | None:
 
 
 def request_refusal(request: EngineRequest, *, is_audit: bool = False) -> str:
-    """Return the reason why vLLM computes this request without chunk-caches; "" if it can be filled from them.
+    """Return why vLLM computes this request without chunk-caches; "" if only its `Ask` can still be a reason.
 
     Refused are requests without text to generate, with embeddings, images, sound or videos, and for log-probabilities
     of the prompt. Requests of this package are checked as well: those of the self-check, and answers to be audited, ask

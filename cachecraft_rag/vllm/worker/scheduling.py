@@ -170,7 +170,7 @@ class Scheduling:
         0 if vLLM computes the remaining tokens: the request has no message of this package, is refused, has nothing
         that could be reused or captured, or all of its chunks are in vLLM's prefix cache. None while the look-up runs,
         while other requests compute its chunks, without room for a further filling, and for work in idle time while
-        other requests run.
+        other requests run (a capture of unmarked text waits ten seconds at most).
 
         The first call begins the look-up, without a remote in this thread; if that fails, nothing counts as stored. The
         request counts as running until `finished`, unless it is work in idle time.

@@ -48,7 +48,7 @@ from cachecraft_rag.vllm.worker.whole_model import VLLMForward
 class WorkerStack:
     """Decoder layers of one rank inside a vLLM worker; see `compute.stack.Stack`.
 
-    Raises UnsupportedModelError with the reason if the passes cannot run these layers.
+    All ranks make theirs together. Raises UnsupportedModelError with the reason if passes cannot run these layers.
     """
 
     def __init__(self, model: VLLMModule, ranks: OneRank | TensorParallel) -> None:

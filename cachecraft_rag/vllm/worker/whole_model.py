@@ -213,7 +213,7 @@ def _attention_of_pass(
 
 @torch.inference_mode()
 def check_whole_model(stack: WorkerStack, model: WholeModel) -> str:
-    """Compute a small prompt with and without the model's own forward; return how they differ, or "" if they agree.
+    """Compute a small prompt with and without the model's own forward; return how they differ on this rank, or "".
 
     Also returns a reason if a call takes too few rows for the prompt, which has a stored chunk with drift correction.
     All ranks have to call it. Unsets `stack.whole_model`.

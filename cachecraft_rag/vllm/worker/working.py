@@ -88,7 +88,7 @@ class WorkerStream:
 class Workers:
     """The side of one rank: fills the blocks of requests, and describes and stores their captures in one thread.
 
-    All methods are for vLLM's worker thread.
+    All methods are for vLLM's worker thread, and all ranks call `step` with the same arguments.
 
     Args:
         block_size: tokens per vLLM block.
@@ -158,7 +158,7 @@ class Workers:
     ) -> None:
         """Begin new fillings, drop those in `ended`, and compute up to `rows` rows through all layers.
 
-        It stops earlier after the time of `Slices.seconds`, after 0.25 seconds if `vllm_is_free`, and after 0.05
+        It stops earlier after the time of `Slices.seconds`, after 0.25 seconds if `vllm_is_free`, but after 0.05
         seconds if `idle`; several ranks stop together, once one is over that time. At least one layer is computed if
         there are rows and a filling is ready, or all layers in one call. Finished fillings are written into vLLM's
         blocks, and their captures are described in the background.
@@ -311,7 +311,7 @@ class Workers:
         return done
 
     def failed_blocks(self) -> set[int]:
-        """Return the ids of blocks that vLLM has to compute itself, because a filling failed; each is returned once."""
+        """Return the ids of blocks of requests that are left to vLLM, which computes them; each is returned once."""
         failed = self._failed_blocks
         self._failed_blocks = set()
         return failed
