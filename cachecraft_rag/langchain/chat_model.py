@@ -77,10 +77,10 @@ class ChatCacheCraft(Closeable, BaseChatModel):
     newly captured chunk-caches (`cache_creation`). Of messages without documents, what was captured before and passages
     that come again are reused as well (see `Engine.stream_text`); those are captured later, in idle time.
     `response_metadata["cachecraft"]` is `RequestStats.as_dict()` plus "documents": the `id` of each document, in the
-    order given, the `chunk_id` of the text the model read of it, and its outcome with the reason. The documents
-    themselves do not change; `with_outcomes` returns copies with these notes. "searched" is a tuple of the texts that
-    `ConversationRetriever` searched for, () without it. Of a stream the last chunk has all of this; a stream that its
-    reader leaves early has none.
+    order given, the `chunk_id` of the text the model read of it, "cachecraft_outcome" and "cachecraft_reason". The
+    documents themselves do not change; `with_outcomes` returns copies with these notes. "searched" is a tuple of the
+    texts that `ConversationRetriever` searched for, () without it. Of a stream the last chunk has all of this; a stream
+    that its reader leaves early has none.
 
     The conversation follows the documents in the prompt, so no chunk-cache depends on it. The same goes for system
     messages, because they may hold a user's text. An instruction for all requests belongs in the engine (`system=`).

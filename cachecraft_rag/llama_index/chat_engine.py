@@ -78,8 +78,9 @@ class CacheCraftChatEngine(BaseChatEngine, Closeable):
     `with_outcomes` is False.
 
     The model runs while a stream is being read. Its turn is remembered when the stream ends, fails or is closed after
-    its first piece; a turn without any text of an answer is not remembered. If retrieval finds no nodes, the model
-    answers from the conversation alone.
+    its first piece; to leave a stream early, close `response.chat_stream` (`achat_stream`), not only `response_gen`. A
+    turn without any text of an answer is not remembered. If retrieval finds no nodes, the model answers from the
+    conversation alone.
 
     Args:
         query_engine: closed with this chat engine, as far as it opened anything.
