@@ -278,9 +278,8 @@ class EvictOptions:
 def evict(as_json: options.Json = False, *, settings: Settings, chosen: EvictOptions) -> None:
     """Remove the chunk-caches that match every option, lowest eviction score first.
 
-    They are computed again when needed; documents stay, and chunk-caches on a remote. Nothing that matches is no error.
-    Exit code 2 if no option says what to evict, if --chunk has fewer than 4 letters, or if there is no store or it
-    cannot be written.
+    They are computed again when needed; documents stay, and chunk-caches on a remote. No match is no error. Exit code 2
+    if no option says what to evict, --chunk has fewer than 4 letters, or there is no store that can be written.
     """
     # Raises StoreError and ConfigError; see `app.main` for exit codes.
     from cachecraft_rag.store import RowFilter

@@ -182,8 +182,7 @@ class ChatCacheCraft(Closeable, BaseChatModel):
         """Return the model with answers that keep to the whole of a schema; this model stays as it is.
 
         The result returns an object of a pydantic model, else the JSON value. With `include_raw` it returns a dict of
-        the message ("raw"), the object or value or None ("parsed"), and the error of the parser or None
-        ("parsing_error"); errors of the model are raised all the same.
+        the message ("raw"), the object or value or None ("parsed"), and the parser's error or None ("parsing_error").
 
         Each token is drawn among those that lead to JSON of the schema, whatever `method` and `strict` say. If an
         answer ends early (`max_tokens`), LangChain's parser returns the part that was written, or it raises
