@@ -84,8 +84,8 @@ def load(settings: Settings, *, server: str | None = None, **chosen: object) -> 
     bars and warnings of other libraries are switched off for this process (`quiet_libraries`).
 
     Args:
-        server: address of a server that `cachecraft serve` started. Of the settings only `store`, `embeddings` and a
-            given `system` are then used; the others are checked.
+        server: address of a server that `cachecraft serve` started and that asks for no key. Of the settings only
+            `store`, `embeddings` and a given `system` are then used; the others are checked.
         chosen: options of `EngineConfig`; they override the settings. Over a server only `system` is possible.
     """
     if server is not None:
@@ -152,8 +152,8 @@ def index(
 ) -> None:
     """Index documents. Embeds only those that changed since the last run, and removes those that no longer exist.
 
-    Files that cannot be read are left out, with a warning. Exit code 2 if there is nothing to read at the path, or if
-    a setting, a model or the store cannot be used.
+    Files that cannot be read are left out, with a warning. Exit code 2 if there is no folder or readable kind of file
+    at the path, or if a setting, a model or the store cannot be used; 0 for an empty folder, whose documents leave.
     """
     # Raises ConfigError, DocumentError, ModelNotFoundError, IndexStoreError, StoreError, UnsupportedModelError;
     # see `app.main` for exit codes.
@@ -290,8 +290,8 @@ class AskingOptions:
     """Options of questions.
 
     where   only chunks with this metadata: source=docs/kettle.md, or source=docs/* ; may be repeated
-    server  ask the model of a server that `cachecraft serve` started, such as http://127.0.0.1:8000. Options about the
-            model and its chunk-caches are then the server's own
+    server  ask the model of a server that `cachecraft serve` started without a key, such as http://127.0.0.1:8000.
+            Options about the model and its chunk-caches are then the server's own
     """
 
     where: list[str] | None = None

@@ -140,10 +140,10 @@ def _folder(store: Path) -> Iterator[Path]:
 def settings(as_json: options.Json = False, *, settings: Settings) -> None:
     """Print the settings of index, ask, chat, serve and doctor, and the origin of each: a file, a variable, a default.
 
-    A flag of a command goes before the environment, that before the file, that before your own file, that before the
-    default. Keys that are ignored because the file is not trusted are shown as such. With --json: one object, key →
-    value and origin, with `ignored` where a value is ignored. Exit code 2 if a setting is wrong, or settings contradict
-    each other.
+    A flag of a command goes before the environment, that before the settings file (--settings, or cachecraft.toml
+    here), that before the one in your own config folder, that before the default. Keys that are ignored because the
+    file is not trusted are shown as such. With --json: one object, key → value and origin, with `ignored` where a value
+    is ignored. Exit code 2 if a setting is wrong, or settings contradict each other.
     """
     # Raises ConfigError; see `app.main` for exit codes.
     settings.engine_config()  # reports settings that contradict each other

@@ -73,8 +73,8 @@ def remove(
 ) -> None:
     """Remove documents from the index, and the chunk-caches of chunks that no other document has.
 
-    Files stay where they are: `cachecraft index` of their folder brings them back. Exit code 2 if a name matches no
-    document (nothing is removed then), or if the index or the store cannot be used.
+    Those captured after such a chunk leave too. Files stay where they are: `cachecraft index` of their folder brings
+    them back. Exit code 2 if a name matches no document (nothing is removed), or the index or store cannot be used.
     """
     # Raises DocumentError, ConfigError, IndexStoreError and StoreError; see `app.main` for exit codes.
     from cachecraft_rag.retrievers.index.removal import remove_documents

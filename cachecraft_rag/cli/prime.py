@@ -77,7 +77,8 @@ class PrimeOptions:
 
     alone     each text after a fixed passage instead of its neighbours, which then do not shape it
     estimate  only say what would be computed
-    server    prime in a server that `cachecraft serve` started, such as http://127.0.0.1:8000
+    server    prime in a server that `cachecraft serve` started and that asks for no key, such as
+              http://127.0.0.1:8000; of the options about the engine it takes --system alone
     """
 
     alone: bool = False

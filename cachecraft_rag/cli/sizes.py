@@ -42,7 +42,7 @@ def sizes(
 
     It reads configs, and with --documents tokenizers, but no weights; the first use of demo converts its weights.
     Documents that cannot be read are left out, with a warning. Exit code 2 if a model's config cannot be found or
-    has no key/value heads, or if there is nothing to read at --documents.
+    has no key/value heads, or if there is no folder or readable kind of file at --documents.
     """
     # Raises ConfigError, ModelNotFoundError, UnsupportedModelError and DocumentError; see `app.main` for exit codes.
     if tokens is not None and documents is not None:

@@ -84,11 +84,11 @@ def ls(
     *,
     settings: Settings,
 ) -> None:
-    """List variants, highest eviction score first: those are kept longest.
+    """List the variants of all namespaces, highest eviction score first: those are kept longest.
 
-    Columns: the first letters of its id and of its chunk's id, the number of segments in its origin prefix, its CCI,
-    the exact share of its origin prefix, and f_r (how much it was used). --json prints every field in full. Exit code 2
-    if there is no store, or --chunk has fewer than 4 letters.
+    Columns: the first letters of its id and of its chunk's id, the number of segments in its origin prefix, its tokens,
+    its CCI, the exact share of its origin prefix, f_r (how much it was used), its size, and its namespace. --json
+    prints every field in full. Exit code 2 if there is no store, or --chunk has fewer than 4 letters.
     """
     # Raises StoreError and ConfigError; see `app.main` for exit codes.
     from cachecraft_rag.store import RowFilter
@@ -136,7 +136,7 @@ def stats(
     *,
     settings: Settings,
 ) -> None:
-    """Number, size and budgets of the chunk-caches; with --remote also those that all engines share there.
+    """Number, size and budgets of the chunk-caches, and calibrations; with --remote also what engines share there.
 
     A remote that does not answer is shown as such and is no error. Exit code 2 if there is no store, or a setting is
     wrong.
@@ -198,7 +198,7 @@ def check(
 @app.command()
 @takes("store", *LIMITS)
 def limits(as_json: options.Json = False, *, settings: Settings) -> None:
-    """Show the store's limits, and set those that are given, for all processes that open it from now on.
+    """Show the store's limits, and set those given as flags, for all processes that open it from now on.
 
     Exit code 2 if there is no store, or a limit is out of range.
     """
@@ -278,8 +278,8 @@ class EvictOptions:
 def evict(as_json: options.Json = False, *, settings: Settings, chosen: EvictOptions) -> None:
     """Remove the chunk-caches that match every option, lowest eviction score first.
 
-    They are computed again when needed; documents stay. Nothing that matches is no error. Exit code 2 if no option says
-    what to evict, if --chunk has fewer than 4 letters, or if there is no store or it cannot be written.
+    They are computed again when needed; documents stay, and chunk-caches on a remote. No match is no error. Exit code 2
+    if no option says what to evict, --chunk has fewer than 4 letters, or there is no store that can be written.
     """
     # Raises StoreError and ConfigError; see `app.main` for exit codes.
     from cachecraft_rag.store import RowFilter

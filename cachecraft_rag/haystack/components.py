@@ -58,7 +58,7 @@ class _OverEngine:
             self._engine = load(self._settings["model"], store=self._settings["store"], **options)
 
     def close(self) -> None:
-        """Close the engine that this component opened, for good; a second call does nothing."""
+        """Close the engine that this component opened, for good; nothing if it opened none or was closed."""
         if self._engine is not None and not self._is_shared:
             self._engine.close()
 

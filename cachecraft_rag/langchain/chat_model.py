@@ -68,28 +68,29 @@ _SAMPLING = {"max_tokens", "temperature", "top_p", "seed"}
 
 
 class ChatCacheCraft(Closeable, BaseChatModel):
-    """A chat model over an engine. The documents to answer from are an argument of the call, not part of a message.
+    """A chat model over an engine. The documents to answer from, best first, are an argument of the call.
 
     >>> chat = ChatCacheCraft.from_pretrained("demo")  # doctest: +SKIP
     >>> chat.invoke("How do I descale the kettle?", documents=retriever.invoke("descale kettle"))  # doctest: +SKIP
 
     `usage_metadata["input_token_details"]` counts prompt tokens reused from chunk-caches (`cache_read`) and those of
     newly captured chunk-caches (`cache_creation`). Of messages without documents, what was captured before and passages
-    that come again are reused as well (`ReuseConfig.plain_prompts`); those are captured later, in idle time.
+    that come again are reused as well (see `Engine.stream_text`); those are captured later, in idle time.
     `response_metadata["cachecraft"]` is `RequestStats.as_dict()` plus "documents": the `id` of each document, in the
-    order given, the `chunk_id` of the text the model read of it, and its outcome with the reason. The documents
-    themselves do not change; `with_outcomes` returns copies with these notes. "searched" is a tuple of the texts that
-    `ConversationRetriever` searched for, () without it.
+    order given, the `chunk_id` of the text the model read of it, "cachecraft_outcome" and "cachecraft_reason". The
+    documents themselves do not change; `with_outcomes` returns copies with these notes. "searched" is a tuple of the
+    texts that `ConversationRetriever` searched for, () without it. Of a stream the last chunk has all of this; a stream
+    that its reader leaves early has none.
 
     The conversation follows the documents in the prompt, so no chunk-cache depends on it. The same goes for system
     messages, because they may hold a user's text. An instruction for all requests belongs in the engine (`system=`).
 
     engine       the caller closes it, unless it came from `from_pretrained`
-    session      whose private chunk-caches may be used besides the shared ones (see `Engine`)
+    session      whose private chunk-caches may be used besides the shared ones (see `Engine.stream`); None: those only
     reuse        how chunk-caches are reused; None: as the engine is configured
     max_tokens, temperature, top_p, seed, stop  see `SamplingParams`
 
-    All but `engine` and `reuse` may also be given with a call.
+    All but `engine` and `reuse` may also be given with a call, for that call alone.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True, extra="forbid")
@@ -155,12 +156,12 @@ class ChatCacheCraft(Closeable, BaseChatModel):
 
         Args:
             tools: functions, in any form that LangChain takes; without any, the model answers without tools.
-            tool_choice: "auto", None or False: the model decides. "none": no call. "any", "required" or True: one of
-                the tools is called. The name of a tool: this one is called. OpenAI's and Anthropic's dicts of these are
-                taken too. A call that was asked for is sure to follow, with arguments of the tool's schema, unless
-                `max_tokens` ends the answer; this needs the extra "structured".
-            kwargs: settings of the calls, such as `max_tokens`; they and the tools are checked when the model is
-                called.
+            tool_choice: "auto", None or False: the model decides. "none": the prompt has the tools, but the answer is
+                all text. "any", "required" or True: one of the tools is called. The name of a tool: this one is called.
+                OpenAI's and Anthropic's dicts of these are taken too. A call that was asked for is sure to follow, with
+                arguments of the tool's schema, unless `max_tokens` ends the answer; this needs the extra "structured".
+            kwargs: settings of the calls, such as `max_tokens`; they and the tools' schemas are checked when the model
+                is called.
 
         Raises:
             ConfigError: another `tool_choice`, a call asked for without tools, or a tool that only a provider's server
@@ -178,13 +179,13 @@ class ChatCacheCraft(Closeable, BaseChatModel):
         strict: bool | None = None,
         **kwargs: object,
     ) -> Runnable[LanguageModelInput, Any]:
-        """Return the model with answers that keep to a schema, all of it; this model stays as it is.
+        """Return the model with answers that keep to the whole of a schema; this model stays as it is.
 
         The result returns an object of a pydantic model, else the JSON value. With `include_raw` it returns a dict of
-        the message ("raw"), the object or None ("parsed"), and the error of the parser or None ("parsing_error").
+        the message ("raw"), the object or value or None ("parsed"), and the parser's error or None ("parsing_error").
 
-        Each token is drawn among those that lead to JSON of the schema, whatever `method` and `strict` say. An answer
-        may end early (`max_tokens`). LangChain's parser then returns the part that was written, or it raises
+        Each token is drawn among those that lead to JSON of the schema, whatever `method` and `strict` say. If an
+        answer ends early (`max_tokens`), LangChain's parser returns the part that was written, or it raises
         OutputParserException. `schema`, in any form of `answer_schema`, is also added to the question. `kwargs` are
         settings of the calls, such as `max_tokens`. Needs the extra "structured".
         """

@@ -132,13 +132,13 @@ class CacheCraftGenerator(Closeable, RunnableSerializable[dict[str, object], str
         """Return a chain's last step whose answers keep to a schema; see `ChatCacheCraft.with_structured_output`.
 
         A step of the same keys: an object of the pydantic model, or the JSON value, in place of the answer's text.
-        `kwargs` are only settings of the calls, such as `max_tokens`.
+        `kwargs` are only settings of the calls, such as `max_tokens`; there is no `include_raw`.
         """
         kept_to = self.llm.bind(json_schema=answer_schema(schema), **kwargs)
         return self.model_copy(update={"llm": kept_to}) | parser_of(schema)
 
     def close(self) -> None:
-        """Close the chat model: the engine that `from_pretrained` opened; one that was passed in stays open."""
+        """Close the chat model, also one passed as `llm`: the engine stays open unless `from_pretrained` opened it."""
         model = _unbound(self.llm)
         if isinstance(model, ChatCacheCraft):
             model.close()
@@ -173,7 +173,7 @@ class CacheCraftGenerator(Closeable, RunnableSerializable[dict[str, object], str
     def stream(
         self, input: dict[str, object], config: RunnableConfig | None = None, **kwargs: object
     ) -> Iterator[str]:
-        """Return an iterator of the answer's pieces, which are not empty; the model runs while they are read."""
+        """Return an iterator of pieces, none empty; the input is checked, and the model runs, while they are read."""
         return self._streamed(kwargs).stream(input, config)
 
     def astream(
@@ -204,7 +204,8 @@ class CacheCraftGenerator(Closeable, RunnableSerializable[dict[str, object], str
         """Return a chain's last step: its input, the answer, and documents that say how each one was used.
 
         The result is a dict: the input, "answer", and under `context_key` copies of the documents as `with_outcomes`
-        makes them. A stream has dicts of one piece of "answer" each, then one of the rest.
+        makes them. A stream has dicts of one piece of "answer" each, then one of the rest. A call of the step takes no
+        settings: bind them to `llm`.
         """
 
         def parts(input: dict[str, object], config: RunnableConfig) -> Iterator[AddableDict]:

@@ -23,8 +23,8 @@ class DocumentsMiddleware(AgentMiddleware[Any, Any, Any]):
         agent = create_agent(chat, tools=[search], middleware=[DocumentsMiddleware()])
 
     Documents are those in the artifacts of tools since the user's last message
-    (`@tool(response_format="content_and_artifact")`), equal texts once. In place of such a result the model reads how
-    many there are, in this call only: the agent's messages stay. Without documents the request stays unchanged.
+    (`@tool(response_format="content_and_artifact")`), in that order, equal texts once. In place of such a result the
+    model reads how many it has, in this call only: the agent's messages stay. Without documents nothing is changed.
 
     Raises ConfigError, when the agent runs, for another model than `ChatCacheCraft`.
     """

@@ -27,11 +27,12 @@ from cachecraft_rag.types.documents import SEARCHED_KEY
 class ConversationRetriever(RunnableSerializable[dict[str, object], list[Document]]):
     """Any retriever, for a question in its conversation: `create_retrieval_chain(ConversationRetriever(retriever), …)`.
 
-    The input is a dict with the question and, from the second turn on, the `chat_history`, as for
+    The input is a dict with the question, a text, and, from the second turn on, the `chat_history`, as for
     `CacheCraftGenerator`. A first question is passed to the retriever as it is. A follow-up is searched for alone and
-    joined with the questions before it; no call of a model rewrites it. A vector store's search of type "similarity"
-    runs once, with the mean of the two vectors; of other retrievers the two results are merged, best ranks first, equal
-    texts once. With a `CacheCraftVectorStore`, documents of the turn before win ties: their chunk-caches exist.
+    joined with the user's last two questions; no call of a model rewrites it. A vector store's search of type
+    "similarity" runs once, with the mean of the two vectors, if the store can search by vector. Otherwise the two
+    results are merged, best ranks first, equal texts once, up to the length of the longer one. With a
+    `CacheCraftVectorStore`, documents of the turn before win near ties: their chunk-caches exist.
 
     `metadata["cachecraft_searched"]` of a follow-up's documents has what was searched for, a JSON list as text.
     """

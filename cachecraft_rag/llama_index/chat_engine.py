@@ -73,12 +73,14 @@ class CacheCraftChatEngine(BaseChatEngine, Closeable):
 
     Each answer is one pass over the nodes as chunks, whose chunk-caches are reused; earlier turns follow them in the
     prompt. A follow-up is searched for with the questions before it (`search_texts`), and never costs a call of the
-    model. `metadata["cachecraft"]` of a response is `RequestStats.as_dict()` with `searched`, and `chunk_ids` by node.
-    Each source node's metadata has its chunk id and its outcome, unless `with_outcomes` is False.
+    model. `metadata["cachecraft"]` of a response is `RequestStats.as_dict()` with `searched`, the texts searched for,
+    and `chunk_ids`, node id → chunk id. Each source node's metadata has its chunk id and its outcome, unless
+    `with_outcomes` is False.
 
-    The model runs while a stream is being read. A turn is remembered when its stream ends or is closed. If retrieval
-    finds no nodes, the model answers from the conversation alone. A turn whose answer has no text, or that failed, is
-    not remembered.
+    The model runs while a stream is being read. Its turn is remembered when the stream ends, fails or is closed after
+    its first piece; to leave a stream early, close `response.chat_stream` (`achat_stream`), not only `response_gen`. A
+    turn without any text of an answer is not remembered. If retrieval finds no nodes, the model answers from the
+    conversation alone.
 
     Args:
         query_engine: closed with this chat engine, as far as it opened anything.
@@ -157,7 +159,7 @@ class CacheCraftChatEngine(BaseChatEngine, Closeable):
         self.memory.reset()
 
     def close(self) -> None:
-        """Close the engine that this class opened, which writes its pending captures; another stays open."""
+        """Close the query engine, and with it an engine that it opened, after pending captures; others stay open."""
         self._query_engine.close()
 
     @trace_method("chat")
@@ -199,7 +201,8 @@ class CacheCraftChatEngine(BaseChatEngine, Closeable):
         """Retrieve, then answer piece by piece: `for piece in response.response_gen`.
 
         The model starts with the first piece. The statistics are there, and the turn is remembered, once the stream has
-        ended: of an answer that an error or its reader ends early, the text so far. For `chat_history` see `chat`.
+        ended: of an answer that an error or its reader ends early, the text so far. An answer that is never read leaves
+        neither. For `chat_history` see `chat`.
         """
         if chat_history is not None:
             self.memory.set(chat_history)

@@ -62,8 +62,8 @@ class CacheCraftLLM(FunctionCallingLLM):
     """The engine as a LlamaIndex LLM, for `Settings.llm` and every component that takes an LLM.
 
     A call may bring `documents`, texts to answer from, best first: each is a chunk, and its chunk-cache is reused. Of
-    a prompt without documents, what was captured before and passages that come again are reused as well
-    (`ReuseConfig.plain_prompts`).
+    a prompt without documents, what was captured before and passages that come again are reused as well (see
+    `Engine.stream_text`).
 
     Earlier chat turns become the history; the text of a system message is put in front of the next user turn, because
     the engine's own instruction precedes every chunk.
@@ -301,8 +301,8 @@ class CacheCraftLLM(FunctionCallingLLM):
     def chat(self, messages: Sequence[ChatMessage], **kwargs: object) -> ChatResponse:
         """Answer the last message, the user's or a tool's result; every role but the assistant counts as the user.
 
-        `kwargs` are options of `begin` without `history`, and `tool_choice`: "auto" (the model decides), "none", "any"
-        tool, or one's name; the last two need the extra "structured". Calls are blocks of the response's message.
+        `kwargs` are options of `begin` without `history`, and `tool_choice`: "auto", "none" (all is text), "any" tool,
+        or one's name; the last two need the extra "structured". Calls are blocks of the response's message.
         """
         generation, answer = self._begin_chat(messages, kwargs)
         if answer is not None:
@@ -312,7 +312,7 @@ class CacheCraftLLM(FunctionCallingLLM):
 
     @llm_chat_callback()
     def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: object) -> ChatResponseGen:
-        """Yield a response for each piece (`delta`), with the text so far, then one with `raw`; see `chat`."""
+        """Yield a response for each piece (`delta`), the text so far, then one with `raw` and calls; see `chat`."""
         generation, answer = self._begin_chat(messages, kwargs)
         if answer is not None:
             return answer.responses(responses_of(generation))

@@ -246,5 +246,5 @@ class CacheCraftQueryEngine(RetrieverQueryEngine, Closeable):
         )
 
     def close(self) -> None:
-        """Close an engine that this class has opened, which writes its pending captures; others stay open."""
+        """Close the synthesizer, and with it an engine that it opened, after pending captures; others stay open."""
         self.synthesizer.close()

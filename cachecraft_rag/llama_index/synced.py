@@ -35,7 +35,7 @@ class SyncedVectorStore(BasePydanticVectorStore):
 
     A pipeline deletes an updated document and adds it again, so all its chunks are computed again, unchanged ones too.
     `add` looks for no nodes with the same ids, because some databases replace these and others keep them: delete them
-    first.
+    first. Its asynchronous methods block the event loop, as LlamaIndex's defaults do.
 
     Args:
         vector_store: any that returns nodes by the id of their document (`get_nodes`), such as those of Qdrant, Chroma

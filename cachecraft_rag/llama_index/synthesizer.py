@@ -43,7 +43,7 @@ dispatcher = get_dispatcher(__name__)
 
 
 class AnswerStatsEvent(BaseEvent):
-    """An answer has ended; `stats` is `RequestStats.as_dict()`, as in `response.metadata["cachecraft"]`."""
+    """An answer of the synthesizer or chat engine has ended; `stats` is that of `response.metadata["cachecraft"]`."""
 
     stats: dict[str, Any]
 

@@ -70,9 +70,10 @@ def calibrate(
 ) -> None:
     """Find the least recomputation that keeps a quality (with 95 % confidence), and save it for this store.
 
-    Every engine opened on that store with that model then uses what was found. Nothing else in the store changes.
-    After Ctrl-C, the same command resumes. If no α keeps the quality, the largest is saved, and the exit code is 0 too.
-    Exit code 2 if the questions, an option, the model or the store cannot be used, or the extra `eval` is missing.
+    Engines opened on that store with that model then use what was found, unless their settings give a ratio or α, or
+    choose tokens otherwise than --preset. Nothing else in the store changes. After Ctrl-C, the same command resumes. If
+    no α keeps the quality, the largest is saved (exit code 0). Exit code 2 if the questions, an option, the model or
+    the store cannot be used, or the extra `eval` is missing.
     """
     # Raises the errors of `Questions.load`, `open_engine` and `calibrate` in `evaluation.calibrate`;
     # see `app.main` for exit codes.
