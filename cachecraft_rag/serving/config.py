@@ -46,7 +46,7 @@ class Audits:
 
     share      share of the answers with reuse that are audited, 0 to 1; 0: none
     waiting    most answers that wait; beyond it, the oldest are dropped
-    kept       most results that are kept on disk; beyond it, the oldest are removed
+    kept       most results of a tenant and model that are kept on disk; beyond it, the oldest are removed
     keep_text  whether the text of audited answers is kept with the results. On disk only that of requests without
                a session
     """

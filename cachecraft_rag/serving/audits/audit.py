@@ -118,7 +118,7 @@ class Audit:
 
     @property
     def is_same(self) -> bool:
-        """True if `differences` is empty, near-ties included; also if `exact`."""
+        """True if `differences` is empty, so there is not even a near-tie; also if `exact`."""
         return not self.differences
 
     @property

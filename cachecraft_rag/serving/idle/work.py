@@ -167,7 +167,7 @@ class IdleWork(ABC, Generic[Piece, Result]):
     def next(self, among: Among[Piece] | None = None, *, wait: bool = False) -> Piece | None:
         """Return the next piece that `among` accepts, under way from now on; None if none may begin, or after `close`.
 
-        With `wait` it waits for a piece, without limit.
+        With `wait` it waits for a piece or `close`, without limit.
         """
         with self._changed:
             if wait:

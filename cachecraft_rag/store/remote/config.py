@@ -147,16 +147,16 @@ class RemoteConfig:
     """Settings of a remote.
 
     url                 shares chunk-caches with other engines through redis://, rediss:// or unix:// (Redis, Valkey),
-                        s3://, gs://, az:// or file:// (object stores), or memory:// (within one process). Credentials
-                        are in it or in the environment, as the libraries know them
+                        s3://, gs://, az:// or file:// (object stores); memory:// is for tests, with contents of one
+                        engine only. Credentials are in it or in the environment, as the libraries know them
     budget_bytes        most bytes in a folder (file://), by default 20 GiB; the least recently read chunk-caches are
                         removed first. memory:// has no limit and ignores it. Redis is limited by its `maxmemory`, a
                         bucket by its life-cycle rules
     key                 secret that all engines share: chunk-caches are signed with it, and unsigned ones are not used.
                         By default the key of `key_file`, or of the environment (CACHECRAFT_REMOTE_KEY,
-                        CACHECRAFT_REMOTE_KEY_FILE); without a key, chunk-caches are not signed
+                        CACHECRAFT_REMOTE_KEY_FILE); without a key, chunk-caches are neither signed nor verified
     key_file            file with one key per line, shared by all engines: the first one signs, all are accepted
-    tuning              time limits, retries and the queue: a `RemoteTuning`
+    tuning              time limits, circuit breaker and queue: a `RemoteTuning`
 
     The keys are checked when they are used, see `keys`.
     """
@@ -234,7 +234,7 @@ class RemoteConfig:
         """Return the accepted keys, stripped and in UTF-8; the first one signs. `()` if the remote is not signed.
 
         Precedence: `key`, `key_file`, CACHECRAFT_REMOTE_KEY, CACHECRAFT_REMOTE_KEY_FILE; only the first one that is
-        set is used. A file is read at each call, and each of its lines is a key. Raises ConfigError for an empty
+        set is used. A file is read at each call; each line that is not blank is a key. Raises ConfigError for an empty
         variable, for a key of fewer than 16 characters or with some that cannot be printed, and as `keys_in`.
         """
         key = self.key
