@@ -98,7 +98,7 @@ def hidden(text: str, url: str) -> str:
 class RemoteTuning:
     """Tuned settings of a remote. Change them after a measurement, or for a distant network.
 
-    variants_per_chunk  most variants of one chunk; the oldest are removed first
+    variants_per_chunk  most variants of one chunk on the remote; the oldest are removed first
     ask_below           the remote is asked for chunks with fewer variants than this in the local store; with 1, an
                         engine that has a variant of every chunk never waits for the remote
     lookup_timeout_s    longest wait for the rows of a request in seconds; None: 0.1 s for Redis, 0.5 s for object
@@ -109,7 +109,7 @@ class RemoteTuning:
     close_timeout_s     longest wait of `close` for queued chunk-caches, in seconds
     queue_bytes         most bytes of chunk-caches that wait to be sent; further ones are dropped
     failures            failures of one kind in a row (time-outs or errors) after which the remote is not asked
-    cool_down_s         seconds until it is tried again in the background; the pause doubles after each failed try
+    cool_down_s         seconds until it is tried again in the background; doubles after each failed try, to 16 times
     """
 
     variants_per_chunk: int = 8
