@@ -29,7 +29,7 @@ class Priority(IntEnum):
 
 
 class Handle:
-    """A claim on the result of some work; the work ends early once this is closed or garbage-collected."""
+    """A claim on the result of some work; the work ends early once this is closed (wake the loop then) or gone."""
 
     __slots__ = ("__weakref__", "closed")
 
