@@ -14,7 +14,7 @@ from cachecraft_rag.serving.loop.task import LoopTask
 
 
 class AdmissionQueue:
-    """Requests from the call up to their first token.
+    """Requests from `enter` to `leave`. They wait, and then have the turn, to prefill; several may have it at once.
 
     Args:
         max_waiting: most requests that wait for a turn while another request has it.

@@ -42,7 +42,7 @@ class AnswerText:
         self.finish: Finish | None = None
 
     def take(self, token: int) -> str:
-        """Take a further token id; return the text that is now certain, or "" if none is.
+        """Take a further token id, while `finish` is None; return the text that is now certain, or "" if none is.
 
         Sets `finish` if the answer ends with this token: "stop" at a stop string, which is not returned, "end" at one
         of the end tokens, "length" at the longest answer.

@@ -102,10 +102,10 @@ class Answering:
 
         Returns the logits `[vocabulary]` of the prompt's last token, and the prompt's keys and values.
 
-        With reuse on, it also waits for chunks that other requests compute and this one can use, and hands these
-        captures to write-back. In the end, also after an error, the turn is given back and loading is ended. Tokens of
-        a chunk-cache that cannot be read are computed. The caller hands over `captures`; after an error there is
-        nothing to hand over.
+        With reuse on, it also waits for chunks that other requests compute and this one can use, and hands what they
+        hold back to write-back. In the end, also after an error, the turn is given back and loading is ended. Tokens of
+        a chunk-cache that cannot be read are computed. `captures`, empty at first, takes up those of this request: the
+        caller hands them over; after an error there is nothing to hand over.
         """
         admission = self.admission
         loading: LoadingJob | None = None

@@ -30,8 +30,8 @@ class LocalCapturer:
         """Compute a prompt, capture the segments with these indices, and wait until they are stored or dropped.
 
         There is at least one index, and they ascend; segments after the last are not computed. What is stored already
-        is captured again. A capture that the store does not take is logged and counted in its `stats`. `primed` is
-        noted in the variants; `namespace` "" is the describer's. Not for the loop's own thread.
+        is captured again. A private capture, or one that the store does not take, is logged and counted in its `stats`.
+        `primed` is noted in the variants; `namespace` "" is the describer's. Not for the loop's own thread.
         """
         # tokens after the last capture need not be computed
         bounds = prompt.bounds[: captures[-1] + 2]

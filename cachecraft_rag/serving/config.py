@@ -22,8 +22,8 @@ When = Literal["off", "idle", "always"]
 class NewVariants:
     """When new variants are computed, and how much may be spent on them.
 
-    when     "idle": while no answer is under way; "always": also beside answers, layer by layer in turn with them;
-             "off": never
+    when     "idle": while no answer is under way; "always" (not over vLLM): also beside answers, layer by layer in
+             turn with them; "off": never
     share    tokens that may be computed for new variants, for each token of a prompt that was served
     waiting  most prompts that wait; beyond it, the prompts that would have saved least are dropped
     """
@@ -46,9 +46,9 @@ class Audits:
 
     share      share of the answers with reuse that are audited, 0 to 1; 0: none
     waiting    most answers that wait; beyond it, the oldest are dropped
-    kept       most results that are kept on disk; beyond it, the oldest are removed
-    keep_text  whether the text of audited answers is kept with the results. On disk only that of requests without
-               a session
+    kept       most results of a tenant and model that are kept on disk; beyond it, the oldest are removed
+    keep_text  whether the text of audited answers is kept with the results, not over vLLM. On disk only that of
+               requests without a session
     """
 
     share: float = 0.0

@@ -58,7 +58,7 @@ class Dropped(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """Outcome of the captures of one prompt.
+    """Outcome of the captures of one prompt. `VariantMaker` counts on its way, and leaves the numbers 0.
 
     stored   number of variants stored
     refused  number of variants that the store refused

@@ -173,7 +173,7 @@ class Primer:
         return missing
 
     def fits(self, chunk: Chunk) -> bool:
-        """Return True if a pass has room for the instruction and the chunk."""
+        """Return True if a pass has room for instruction and chunk; ContextLengthError if the former fills it alone."""
         return len(self.engine.prompts.chunk_segment(chunk).token_ids) <= self._room([])
 
     def capture(self, chunk: Chunk, after: Sequence[Chunk] = ()) -> int:
@@ -351,7 +351,7 @@ def prime_documents(
     Args:
         primer: captures them.
         texts: id and chunks of each document; several may have the same id.
-        progress: called with the number of captures so far and in all, before the first and after each that captures.
+        progress: called with the captures so far and in all, before the first pass and after each that captures.
         skipped: called first, with a sentence about each document that has too long chunks, which are left out.
     """
     documents: list[tuple[str, list[Chunk]]] = []

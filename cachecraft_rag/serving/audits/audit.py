@@ -44,15 +44,15 @@ class Audit:
     request_id       id of the request, as in `RequestStats`
     created          time of the audit, seconds since 1970
     tokens           tokens of the answer, with the token that ended it; of an answer that its reader closed, those
-                     that were read
+                     that were read. Over vLLM the first 256 at most
     differences      places at which full prefill finds another token the likeliest than reuse does; 0 is that of the
                      answer's first token. Near-ties are among them
     near_ties        number of these places at which full prefill finds both tokens almost equally likely: their
                      probabilities differ by less than `NEAR_TIE`. In bfloat16, rounding alone decides many of them
     kl               mean over the tokens of KL(full prefill ‖ reuse) in nats, or a little less: see
-                     `predictions.compare`
-    computed_tokens  tokens that were computed for the audit; may be 0 for an answer of one token, if the audit of
-                     another answer has computed its prompt
+                     `predictions.compare`; 0 if `exact`
+    computed_tokens  tokens that were computed for the audit; 0 if `exact`, and for an answer of one token if the audit
+                     of another answer has computed its prompt
     selector         how the tokens to recompute were chosen
     recomputed       share of the reused chunks' tokens that was recomputed; 0 if no chunk was reused
     origin           how the reused chunks were captured: "primed", "asked" (while answering questions), "mixed", or
@@ -60,7 +60,7 @@ class Audit:
                      prompt from an earlier request
     outcomes         number of chunks by outcome, see `ChunkStats`
     ratio            the recompute ratio, if a quality target chose it; else None
-    early            True if early termination ended the computation of the chunks
+    early            True if early termination "published" has settled which chunks are in focus
     exact            True if every chunk was exact, or recomputed as a whole, so that there was nothing to compare
     text             the text, if it is kept
     """
@@ -118,7 +118,7 @@ class Audit:
 
     @property
     def is_same(self) -> bool:
-        """True if `differences` is empty, near-ties included; also if `exact`."""
+        """True if `differences` is empty, so there is not even a near-tie; also if `exact`."""
         return not self.differences
 
     @property

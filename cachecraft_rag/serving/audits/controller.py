@@ -170,8 +170,8 @@ class RatioController:
 
         It takes the place of what is otherwise assumed, counts as audits of so many tokens do, 800 at most, and fades
         like them. While there are fewer than ten audits it chooses the ratio; with more, it is chosen as by `resume`.
-        At least one token is assumed to differ, and a ratio of 1 says nothing. `newer` of the audits of `resume` are
-        newer than the measurement.
+        At least one token is assumed to differ, and a ratio of 1 says nothing. `newer` of the audits of `resume`, which
+        is called before, are newer than the measurement.
         """
         remaining = _remaining(ratio)
         if not remaining:
@@ -186,10 +186,10 @@ class RatioController:
             self._choose_from_evidence()
 
     def resume(self, audits: Iterable[tuple[float, int, int]]) -> None:
-        """Start from earlier audits, oldest first: (ratio, tokens, agreeing tokens) of each.
+        """Start from earlier audits, oldest first: (ratio, tokens, agreeing tokens) of each, as of `add`.
 
-        The controller begins at the ratio of the last one, and from ten audits on at once where they lead, as after
-        `add`. So it does not matter whether the last audits were late, of another process or of another target.
+        The controller begins at the ratio of the last one, and from ten audits on where all of them lead, however few
+        are of that ratio: so the last ones may have been late, of another process or of another target.
         """
         count = 0
         for ratio, tokens, agreeing in audits:
@@ -211,7 +211,7 @@ class RatioController:
         """Take up an audit of an answer that was given with this ratio, and choose the next ratio.
 
         The ratio changes only if this audit is of the present ratio, and at least the 10th since that was chosen (the
-        20th to go down). `agreeing` of the `tokens` are those that full prefill finds the likeliest, too.
+        20th to go down). `agreeing` is `Audit.agreeing_net`: near-ties count as agreement.
         """
         if ratio not in self._ratios:
             return

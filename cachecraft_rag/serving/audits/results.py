@@ -46,7 +46,7 @@ class AuditDrop(StrEnum):
 class AuditResults:
     """The results of the audits of one engine. Any thread may call any method.
 
-    Without audits (`Audits.share` is 0) there are neither metrics nor a file.
+    Without audits (`Audits.share` is 0) there are neither metrics nor a file, and `keep` and `drop` fail.
 
     Args:
         config: limits of the audits.
@@ -111,7 +111,7 @@ class AuditResults:
             )
 
     def get(self, request_id: str, namespace: str = "") -> Audit | None:
-        """Return the audit of a tenant's request; None: not audited, not yet, or not of this process's last 1,024."""
+        """Return the audit of a tenant's request; None: not audited, not yet, or not of the engine's last 1,024."""
         with self._lock:
             return self._results.get((namespace or self._namespace, request_id))
 

@@ -1,8 +1,8 @@
 """Work in idle time, the same for all engines: what begins next, how it gives way, how it ends, and what is logged.
 
 A kind of work (`new_variants.VariantWork`, `audits.audit_work.AuditWork`) says what waits and what becomes of a result.
-An engine brings the `Runner`, which computes one piece at a time: `loop_runner.LoopRunner` in this process,
-`vllm.idle.threads.ThreadRunner` over vLLM.
+An engine brings the `Runner`, which computes the pieces: `loop_runner.LoopRunner` one at a time in this process,
+`vllm.idle.threads.ThreadRunner` one or several over vLLM.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Runner(Protocol[Piece, Result]):
     expected_errors: tuple[type[Exception], ...]
 
     def wake(self, work: IdleWork[Piece, Result]) -> None:
-        """Begin the next piece if none is under way; called after a piece was added or has ended. Returns at once."""
+        """Begin the next piece if the runner is free; called after a piece was added or has ended. Returns at once."""
 
     def give_up(self, piece: Piece) -> None:
         """Ask for an early end of a piece under way, if the engine can; its result is not wanted any more."""
@@ -167,7 +167,7 @@ class IdleWork(ABC, Generic[Piece, Result]):
     def next(self, among: Among[Piece] | None = None, *, wait: bool = False) -> Piece | None:
         """Return the next piece that `among` accepts, under way from now on; None if none may begin, or after `close`.
 
-        With `wait` it waits for a piece, without limit.
+        With `wait` it waits for a piece or `close`, without limit.
         """
         with self._changed:
             if wait:

@@ -146,7 +146,8 @@ class StepLoop:
     def wait_until(self, holds: Callable[[], bool], timeout: float | None = None) -> bool:
         """Wait until `holds()` is true; False after `timeout` seconds (None: no limit). Not for the loop's own thread.
 
-        The loop's thread checks it between turns: it must be quick, and must not raise.
+        The loop's thread checks it after each turn, so what makes it true elsewhere must `wake` the loop. It must be
+        quick, and must not raise.
         """
         event = threading.Event()
         try:
@@ -174,8 +175,8 @@ class StepLoop:
     def close(self) -> None:
         """Finish the jobs and end the thread; while answers are read it lives on, and is not waited for.
 
-        Otherwise waits, without limit, for jobs and for work in idle time under way. Work in idle time that is started
-        later is given up; other work then runs in a new thread.
+        Otherwise waits, without limit, for jobs and for work in idle time under way. While the thread lives on, new
+        work in idle time is given up; once it has ended, any new work starts another thread.
         """
         answers_under_way = False
         if self._thread is not None:
@@ -185,7 +186,7 @@ class StepLoop:
         self._planners.shutdown(wait=not answers_under_way)
 
     def end(self) -> None:
-        """End the thread after its last task, without waits or locks: the engine is gone. New idle work is given up."""
+        """End the thread after its last task, without waits or locks: the engine is gone. New work as after `close`."""
         self._inbox.put(self._close)
 
     # -- the thread ---------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ class Priority(IntEnum):
 
     ANSWER  in every turn: decode steps as one forward, prefills in the order of asking
     JOB     one step in each turn: captures and priming
-    IDLE    while no answer is under way and no job waits
+    IDLE    while there is no job, and no answer but those whose reader has paused for more than a second
     """
 
     ANSWER = 0
@@ -29,7 +29,7 @@ class Priority(IntEnum):
 
 
 class Handle:
-    """A claim on the result of some work; the work ends early once this is closed or garbage-collected."""
+    """A claim on the result of some work; the work ends early once this is closed (wake the loop then) or gone."""
 
     __slots__ = ("__weakref__", "closed")
 
@@ -44,7 +44,7 @@ class LoopTask:
     make      makes the generator of its steps, in the loop; if it raises, the work ends with that error
     ended     called in the loop with the result and the error; both are None if the task was given up. What it raises
               is logged
-    handle    a claim on the result; None: the task cannot be given up
+    handle    a claim on the result; None: only `closed` gives the task up
     context   context variables of the caller
     step      the step that it is at
     since     time of `time.perf_counter`, in seconds, at which it arrived at that step

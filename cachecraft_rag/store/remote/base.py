@@ -29,7 +29,7 @@ class Parcel:
     name      `rows.name_of` its variant
     row       its row, signed if the remote uses a key
     payload   its bytes, in consecutive parts
-    replaces  name of an entry of the same variant to remove, if it still exists
+    replaces  name of an entry of the same variant, to be removed once this one is sent
     """
 
     name: str
@@ -50,7 +50,7 @@ class Parcel:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Contents of a remote, including those of other engines.
+    """Contents of a remote in this layout version, including those of other engines.
 
     variants  number of complete entries, which have a row and a payload
     nbytes    bytes of their payloads; Redis also counts payloads whose row is missing
@@ -81,10 +81,11 @@ async def answer_of(
 class Backend(Protocol):
     """One kind of server. All coroutines run in one event loop, and any of them may be cancelled at any await.
 
-    Time limits are the caller's concern. Every failure of the server is an OSError, with no secret in its text. Names
-    and places are those of `rows`: ASCII, and safe as keys and as paths. An entry is complete if it has both a row and
-    a payload; others count as absent. If a shared folder has vanished, `rows` and `write` raise OSError; for the other
-    methods it has no entries, and `probe` does not notice it.
+    Only one `write` runs at a time; the other methods may run beside it. Time limits are the caller's concern. Every
+    failure of the server is an OSError, with no secret in its text. Names and places are those of `rows`: ASCII, and
+    safe as keys and as paths. An entry is complete if it has both a row and a payload; others count as absent. If a
+    shared folder has vanished, `rows` and `write` raise OSError; for the other methods it has no entries, and `probe`
+    does not notice it.
     """
 
     async def rows(self, places: Sequence[str]) -> list[dict[str, bytes]]:
@@ -95,7 +96,7 @@ class Backend(Protocol):
         """
 
     async def names(self, place: str) -> list[str]:
-        """Return the names of the complete entries in a place, with the place, in no order."""
+        """Return the names of the complete entries in a place, with the place, in no order; of too many maybe none."""
 
     def read(self, name: str) -> AsyncIterator[bytes | memoryview]:
         """Yield the payload of this name, even without a row, in pieces of about PIECE_BYTES; else nothing."""

@@ -98,7 +98,7 @@ def hidden(text: str, url: str) -> str:
 class RemoteTuning:
     """Tuned settings of a remote. Change them after a measurement, or for a distant network.
 
-    variants_per_chunk  most variants of one chunk; the oldest are removed first
+    variants_per_chunk  most variants of one chunk on the remote; the oldest are removed first
     ask_below           the remote is asked for chunks with fewer variants than this in the local store; with 1, an
                         engine that has a variant of every chunk never waits for the remote
     lookup_timeout_s    longest wait for the rows of a request in seconds; None: 0.1 s for Redis, 0.5 s for object
@@ -109,7 +109,7 @@ class RemoteTuning:
     close_timeout_s     longest wait of `close` for queued chunk-caches, in seconds
     queue_bytes         most bytes of chunk-caches that wait to be sent; further ones are dropped
     failures            failures of one kind in a row (time-outs or errors) after which the remote is not asked
-    cool_down_s         seconds until it is tried again in the background; the pause doubles after each failed try
+    cool_down_s         seconds until it is tried again in the background; doubles after each failed try, to 16 times
     """
 
     variants_per_chunk: int = 8
@@ -147,16 +147,16 @@ class RemoteConfig:
     """Settings of a remote.
 
     url                 shares chunk-caches with other engines through redis://, rediss:// or unix:// (Redis, Valkey),
-                        s3://, gs://, az:// or file:// (object stores), or memory:// (within one process). Credentials
-                        are in it or in the environment, as the libraries know them
+                        s3://, gs://, az:// or file:// (object stores); memory:// is for tests, with contents of one
+                        engine only. Credentials are in it or in the environment, as the libraries know them
     budget_bytes        most bytes in a folder (file://), by default 20 GiB; the least recently read chunk-caches are
                         removed first. memory:// has no limit and ignores it. Redis is limited by its `maxmemory`, a
                         bucket by its life-cycle rules
     key                 secret that all engines share: chunk-caches are signed with it, and unsigned ones are not used.
                         By default the key of `key_file`, or of the environment (CACHECRAFT_REMOTE_KEY,
-                        CACHECRAFT_REMOTE_KEY_FILE); without a key, chunk-caches are not signed
+                        CACHECRAFT_REMOTE_KEY_FILE); without a key, chunk-caches are neither signed nor verified
     key_file            file with one key per line, shared by all engines: the first one signs, all are accepted
-    tuning              time limits, retries and the queue: a `RemoteTuning`
+    tuning              time limits, circuit breaker and queue: a `RemoteTuning`
 
     The keys are checked when they are used, see `keys`.
     """
@@ -234,7 +234,7 @@ class RemoteConfig:
         """Return the accepted keys, stripped and in UTF-8; the first one signs. `()` if the remote is not signed.
 
         Precedence: `key`, `key_file`, CACHECRAFT_REMOTE_KEY, CACHECRAFT_REMOTE_KEY_FILE; only the first one that is
-        set is used. A file is read at each call, and each of its lines is a key. Raises ConfigError for an empty
+        set is used. A file is read at each call; each line that is not blank is a key. Raises ConfigError for an empty
         variable, for a key of fewer than 16 characters or with some that cannot be printed, and as `keys_in`.
         """
         key = self.key

@@ -28,7 +28,7 @@ class Connection(Closeable):
     """
 
     def __init__(self, config: RemoteConfig, *, clock: Callable[[], float]) -> None:
-        """Connect in the background. Raises ConfigError if the URL cannot be used, or a package is missing."""
+        """Connect in the background. Raises ConfigError if URL or folder cannot be used, or a package is missing."""
         self.config = config
         self.backend = _backend_of(config)
         self.breaker = Breaker(

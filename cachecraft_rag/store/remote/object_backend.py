@@ -40,8 +40,7 @@ _Entry = dict[str, Any]  # kind of an object of an entry → obstore's metadata 
 class ObjectBackend:
     """A remote in an object store or a shared folder; see `base.Backend`.
 
-    `write` must run alone; the other methods may run at the same time. A FileNotFoundError means that an object or the
-    folder is missing.
+    A FileNotFoundError means that an object or the folder is missing.
     """
 
     def __init__(self, config: RemoteConfig) -> None:

@@ -35,10 +35,10 @@ class Outbox:
     def offer(self, parcel: Parcel) -> bool:
         """Queue a parcel; return False if it is dropped, because too many bytes wait or the connection is closed.
 
-        At its turn it is sent unless the breaker is open or the remote has an entry of the same variant. After it, the
-        entry `replaces` and the oldest entries of its chunk beyond `RemoteTuning.variants_per_chunk` are removed from
-        the remote. A transfer that fails is counted in `captures` and logged; a drop because of a closed connection is
-        not counted.
+        At its turn it is sent unless the breaker is not closed or the remote has an entry of the same variant other
+        than `replaces`. Once it is sent, `replaces` and the oldest entries of its chunk beyond
+        `RemoteTuning.variants_per_chunk` are removed from the remote. A transfer that fails is counted in `captures`
+        and logged; a drop because of a closed connection is not counted.
         """
         with self._lock:
             if self.queued_bytes + parcel.nbytes > self._config.tuning.queue_bytes:

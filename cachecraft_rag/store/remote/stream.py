@@ -69,7 +69,7 @@ class RemoteStream(Closeable):
         self.read_into(buffer)
 
     def encoded(self) -> Encoded | None:
-        """Return the payload as the buffers that were filled, not to be written to; None until all of it was read."""
+        """Return the payload as the buffers that were filled, never to be changed; None until all of it was read."""
         return tuple(self._parts) if self._taken == self.nbytes else None
 
     def read_into(self, buffer: memoryview) -> None:

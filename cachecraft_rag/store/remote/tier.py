@@ -48,7 +48,7 @@ class RemoteStats:
     opened    how often the breaker has opened
     variants  number of chunk-caches on the remote, those of other engines included; `nbytes` are their bytes
     budget    limit of Redis (`maxmemory`) or of a folder, in bytes; also None for another remote and without a limit
-    queued_bytes  bytes of chunk-caches that wait to be sent
+    queued_bytes  bytes of chunk-caches that wait or are being sent
     lookups   outcome → number of look-ups: "answered", "failed", "too slow", "left alone"
     reads     outcome → number of payloads: "whole", "gone", "short", "failed"; those closed early, or with a wrong
               signature, do not count
@@ -76,7 +76,7 @@ class RemoteTier(Closeable):
     def __init__(
         self, config: RemoteConfig, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Return without waiting for the remote: the first look-ups notice if it is down."""
+        """Return without waiting for a server: look-ups notice if it is down. ConfigError if a folder is missing."""
         self.config = config
         keys = config.keys()
         self._signer = Signer(keys) if keys else None
@@ -226,7 +226,7 @@ class RemoteTier(Closeable):
                 self.remove(variant)
 
     def remove(self, variant: Variant) -> None:
-        """Remove row and payload of a variant in the background; does nothing with an open breaker or after `close`."""
+        """Remove a variant's entry of that `created` in the background; nothing with an open breaker or if closed."""
         self._connection.in_background(self._connection.backend.remove(name_of(variant)))
 
     # -- administration -----------------------------------------------------------------------------------------------
@@ -234,8 +234,8 @@ class RemoteTier(Closeable):
     def stats(self, *, ask: bool = True) -> RemoteStats:
         """Return sizes and counts; with `ask`, the server is asked for its contents, for at most two seconds.
 
-        `variants`, `nbytes` and `budget` are None if it is not asked or does not answer, which does not count as a
-        failure.
+        `variants`, `nbytes` and `budget` are None if it is not asked, also for a breaker that is not closed, or does
+        not answer, which does not count as a failure.
         """
         usage: Usage | None = None
         if ask and not self._closed and self._connection.allows():
