@@ -568,8 +568,8 @@ def connect_read_only(path: Path, *, timeout_s: float) -> sqlite3.Connection:
     """Return a connection that only reads, for a file that this user cannot change in a folder that may be read-only.
 
     If SQLite's helper files exist or can be made, changes by other processes are seen, and `timeout_s` is the longest
-    wait for a lock, in seconds. Otherwise no process has the file open, and it is read without helper files and locks.
-    SQLite's errors are raised as they are.
+    wait for a lock, in seconds. Otherwise no process has the file open, and it is read without helper files and locks,
+    unless a journal with content is left. SQLite's errors are raised as they are. The caller closes the connection.
     """
     place = path.absolute().as_uri()
     connect = partial(

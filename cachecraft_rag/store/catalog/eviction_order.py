@@ -63,7 +63,7 @@ class ScoredRow(NamedTuple):
 
     @property
     def used(self) -> Use:
-        """All its uses."""
+        """The sum of all its uses."""
         return Use(self.reuse_frequency, self.saved)
 
 

@@ -117,7 +117,8 @@ class _Read:
 class PendingLoads:
     """The extents of one request, in prompt order. Every method may be called from any thread.
 
-    An extent stays in the list once it is loaded, lost or computed instead; before that it is incomplete (`Extent.is_open`).
+    An extent is incomplete (`Extent.is_open`) until it is loaded, lost or taken; it stays in the list. A token is taken
+    once it is to be computed or left out; an extent is, once all its tokens are.
 
     meter        measures the load rate
     layer_first  True: readers load layer by layer, in few large reads; False: whole extents, while the beginning of the
@@ -178,7 +179,7 @@ class PendingLoads:
     # -- for the threads that read ------------------------------------------------------------------------------------
 
     def read(self) -> None:
-        """Read until no extent is left, or until `close`; several threads may run this at the same time.
+        """Read until each extent left is being read by another thread, or until `close`; several threads may run this.
 
         After each read the layer is placed, if `send_to` was called and memory does not keep the chunk-cache, and
         `on_change` is called. Incomplete extents of a chunk-cache that cannot be read become `lost`.
@@ -403,7 +404,7 @@ class PendingLoads:
         return positions
 
     def compute(self, positions: Iterable[int]) -> None:
-        """Take these positions to compute them, even if they are loaded by now: the first untaken of their extents."""
+        """Take these positions to compute them, loaded or not; they must be the first untaken tokens of their extents."""
         wanted = frozenset(positions)
         if not wanted:
             return
@@ -518,7 +519,7 @@ class PendingLoads:
         return next(reasons, None)
 
     def chunks(self) -> list[StoredVariant]:
-        """Return all chunk-caches in prompt order, each once: also those loaded, lost or computed by now."""
+        """Return all opened chunk-caches in prompt order, each once: also those loaded, lost or taken by now."""
         return [extents[0].stored for extents in self._by_chunk.values()]
 
     def of(self, stored: StoredVariant) -> Sequence[Extent]:
@@ -539,7 +540,7 @@ class PendingLoads:
             self.waited_s += time.perf_counter() - started
 
     def place(self, layer: int, sink: KVSink, *, below: int | None = None) -> None:
-        """Put one layer into `sink`, of the extents that have loaded it. Tokens that are computed are left out.
+        """Put one layer into `sink`, of the extents that have loaded it. Taken tokens are left out.
 
         Extents that have not loaded it are left out without waiting; `failed` names those that are lost. Chunk-caches
         that readers place themselves (see `send_to`) are left out too, except layers that were loaded before `send_to`.
