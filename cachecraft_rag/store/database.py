@@ -229,9 +229,9 @@ class Database:
     def erase(self) -> bool:
         """Move the journal into the file and empty it, because its pages may still hold removed rows.
 
-        Returns False if another reader or writer is still using the journal; the next call, or the last process that
-        closes the file, empties it. Returns True, and empties nothing, if the file is read-only, or without a
-        connection for writing, as on a full disk.
+        Returns False if another reader or writer is still using the journal after a second; the next call, or the last
+        process that closes the file, empties it. Returns True, and empties nothing, if the file is read-only, or
+        without a connection for writing, as on a full disk.
         """
         if self.read_only:
             return True

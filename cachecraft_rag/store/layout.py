@@ -432,7 +432,7 @@ class StoredVariant:
         return self.kv
 
     def close(self) -> None:
-        """Release the bytes, but not `kv`; a read in another thread ends soon."""
+        """Release the bytes, but not `kv`; current and later reads end soon, with OSError or their bytes."""
         self.source.close()
 
 

@@ -161,7 +161,7 @@ class Catalog:
     def rows(self, chosen: RowFilter, *, offset: int = 0, limit: int = 100) -> list[Listed]:
         """Return a page of the chosen rows, the highest eviction score first; [] after the last row.
 
-        Damaged rows count, but are left out, so any page may be shorter than `limit`.
+        Damaged rows count for both numbers but are left out: any page may be shorter than `limit`.
         """
         condition, parameters = chosen.as_sql()
         query = f"{_LISTED} WHERE {condition} ORDER BY v.score DESC, v.created DESC, v.variant_id LIMIT ? OFFSET ?"

@@ -124,7 +124,7 @@ class PendingLoads:
     layer_first  True: readers load layer by layer, in few large reads; False: whole extents, while the beginning of the
                  prompt is computed. Both begin at the end of the prompt
     reads        number of finished reads; while it does not change, loading makes no progress
-    waited_s     seconds spent in `wait`
+    waited_s     seconds of waiting for loads: in `wait`, and what callers add that wait in another way
     on_change    called by readers after each read, successful or not, and by `fail`
     """
 
@@ -404,7 +404,7 @@ class PendingLoads:
         return positions
 
     def compute(self, positions: Iterable[int]) -> None:
-        """Take these positions to compute them, loaded or not; they must be the first untaken tokens of their extents."""
+        """Take these positions to compute them, loaded or not; they must be the first untaken of their extents."""
         wanted = frozenset(positions)
         if not wanted:
             return
@@ -458,7 +458,7 @@ class PendingLoads:
     def give_up(self, positions: Iterable[int]) -> None:
         """Mark extents with any of these positions as lost, because another rank could not read them.
 
-        They are loaded and placed no further, and `failed` does not name them. It names those that failed here too.
+        They are loaded and placed no further, and of them `failed` names only those that failed here too.
         """
         unusable = frozenset(positions)
         if not unusable:
@@ -489,7 +489,7 @@ class PendingLoads:
             return [position for extent in self._incomplete() for position in extent.positions]
 
     def left(self) -> tuple[list[int], list[int], float]:
-        """Return, as of one moment: `incomplete`, their running count at the end of each extent, and `bytes_left`."""
+        """Return, as of one moment: `incomplete`, their count up to the end of each such extent, and `bytes_left`."""
         with self._lock:
             borders = itertools.accumulate(len(extent.positions) for extent in self._incomplete())
             return self.incomplete(), list(borders), self.bytes_left()
