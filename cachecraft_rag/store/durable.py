@@ -460,7 +460,7 @@ class DurableVariants:
     def check(self, *, repair: bool, progress: Callable[[Progress], None] | None) -> CheckReport:
         """Compare rows and files, with `repair` remove what is damaged, and report it; see `ChunkCacheStore.check`.
 
-        Raises OSError if files cannot be listed, StoreError to repair a store that cannot be written.
+        Raises OSError on a disk error or if a lock file cannot be opened, and StoreError to repair a read-only store.
         """
         if repair and self.read_only:
             raise StoreError(

@@ -95,8 +95,8 @@ class Catalog:
     ) -> None:
         """Open or create the catalog; OtherVersionError for one of another version that can be written.
 
-        `policy` makes the eviction scores; None is that of the last opening that named one. All processes on a folder
-        should have the same.
+        `policy` makes the eviction scores; None is that of the last opening that named one, at first `Saving`. All
+        processes on a folder should have the same.
         """
         self.path = path
         self._db = Database(path, kind=CATALOG_KIND, busy_timeout_s=busy_timeout_s)

@@ -1,8 +1,8 @@
 """Chunk-caches of a prompt that were not in memory at its planning, shared by their readers and the computing pass.
 
 Both work on one list of extents under one lock. Readers take extents from the end, the pass takes tokens from the first
-extent that is not complete. If the pass takes all of an extent while it is being read, the extent is dropped once its
-current layer has been read.
+incomplete extent. If the pass takes all of an extent while it is being read, the extent is dropped once its current
+layer has been read.
 
 A prompt of 16,384 tokens has 256 extents of 32 layers, and each read needs the next extent. So counts and cursors are
 kept up to date instead of searching the list again; `python -m benchmarks loader-bookkeeping` measures this.
@@ -62,7 +62,7 @@ class Extent:
     kept         True if memory keeps the chunk-cache once it is loaded
     waiting      number of first layers, of a chunk-cache that memory does not keep, that were loaded before `send_to`
     index        index in the list of extents
-    is_open      True while layers are missing and will be read: it is not complete, lost or taken
+    is_open      True while layers are missing and will be read: it is not loaded, lost or taken
     """
 
     stored: StoredVariant
@@ -543,9 +543,9 @@ class PendingLoads:
         """Put one layer into `sink`, of the extents that have loaded it. Taken tokens are left out.
 
         Extents that have not loaded it are left out without waiting; `failed` names those that are lost. Chunk-caches
-        that readers place themselves (see `send_to`) are left out too, except layers that were loaded before `send_to`.
-        With `below`, only complete extents that end at or before this position are placed, and none again after its
-        last layer.
+        that readers place themselves (see `send_to`) are left out too, but all their layers that were loaded before
+        `send_to` go to its sink. With `below`, only fully loaded extents that end at or before this position are
+        placed, and none again after its last layer.
         """
         self._place_waiting()
         with self._lock:
