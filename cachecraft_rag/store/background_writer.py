@@ -79,8 +79,8 @@ class BackgroundWriter:
         """Queue a capture; return a future of the stored variant, or of the reason why the capture is dropped.
 
         Main memory holds the tensor at once, if it fits there; a capture that is dropped leaves memory too. A shared
-        capture that was queued and encoded is also sent to the remote, even if it cannot be stored here, unless that is
-        because a chunk was removed.
+        capture that was queued and encoded is also sent to the remote, even if it cannot be stored here, unless a chunk
+        was removed, or the catalog or folder fails, so that this is not known.
 
         A drop is counted and logged; `CaptureDrop` lists the reasons. For a wrong `kv`, raises what `variant_of` does.
         """
@@ -165,7 +165,7 @@ class BackgroundWriter:
 
         At the interpreter's exit the thread accepts no more jobs: then the job runs in the caller's thread, and its
         exception passes. Otherwise an exception is logged, and the future holds it. `ended` gets the future once it is
-        done or cancelled.
+        done or cancelled; it is not called for a job that is dropped.
         """
 
         def has_ended(future: Future[T]) -> None:
@@ -190,7 +190,7 @@ class BackgroundWriter:
         self._thread.shut_down()
 
     def write_uses(self) -> None:
-        """Write, in the caller's thread, the uses noted so far; after a failure, which is logged, the next call does.
+        """Write, in the caller's thread, the recorded uses; after a failure, which is logged, the next call does.
 
         A store that is read-only or has lost its folder forgets them.
         """

@@ -69,7 +69,8 @@ class OtherTexts:
     """Ids of texts in a catalog that are none of the given chunks.
 
     chunks    documents, by their chunk ids
-    passages  passages of unmarked text, private texts, and texts of which only a trace is left
+    passages  passages of unmarked text, and texts known only as what private variants were captured after, or as what
+              has shaped a variant
     """
 
     chunks: frozenset[str]

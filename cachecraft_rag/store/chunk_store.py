@@ -217,8 +217,8 @@ class ChunkCacheStore(Closeable):
     ) -> list[HeldChunk]:
         """Return what this store holds of each chunk, in the order given: shared variants and those of `session`.
 
-        A remote is not asked, and the call is not counted as a look-up. If the catalog cannot be read, a warning is
-        logged, and every chunk has 0 tokens.
+        A remote is not asked, captures that are not written yet do not count, and the call is not counted as a look-up.
+        If the catalog cannot be read, a warning is logged, and every chunk has 0 tokens.
         """
         self._check_open()
         check_text("namespace", namespace)
@@ -234,14 +234,14 @@ class ChunkCacheStore(Closeable):
         ]
 
     def token_scores(self, variant_ids: Sequence[str]) -> dict[str, TokenScores]:
-        """Return variant id → a copy of its token scores; `inter` is None if they are not known.
+        """Return, for every given id, variant id → a copy of its token scores; `inter` is None if they are not known.
 
         Known are those in the catalog, if it can be read, and those on the remote whose row a look-up here has seen.
         """
         return self._finder.token_scores(variant_ids)
 
     def seen_texts(self, names: Sequence[str]) -> set[str]:
-        """Note that these texts (their digests, see `FoundTexts.seen`) were in prompts; return those seen before.
+        """Note that texts of these names (see `FoundTexts.seen`) were in prompts; return the names seen before.
 
         Returns an empty set, and notes nothing, if the folder cannot be written, or the catalog cannot be used.
         """
@@ -295,11 +295,11 @@ class ChunkCacheStore(Closeable):
     ) -> LoadedVariant | StoredVariant | Unavailable:
         """Return the tensor if it is in memory, otherwise the opened variant, or the reason why it cannot be served.
 
-        Of an opened variant the header is verified and the tensor is allocated, but not filled. Read it, then pass it
-        to `keep`; or, if that fails, close it and pass its `variant` to `lost`. A tensor from memory counts as a load,
-        and one from main memory is copied to the device in the background, if there is a device tier. A variant that
-        cannot be served is passed to `lost` here. `stream` is its transfer from the remote, if that has begun, or the
-        reason why it cannot begin.
+        Of an opened variant the header is read and verified, and the tensor is allocated, but not filled. Read it, then
+        pass it to `keep`; or, if that fails, close it and pass its `variant` to `lost`. A tensor from memory counts as
+        a load, and one from main memory is copied to the device in the background, if there is a device tier. A variant
+        that cannot be served is passed to `lost` here. `stream` is its transfer from the remote, if that has begun, or
+        the reason why it cannot begin.
         """
         self._check_open()
         # Memory identifies a variant by its id only; a file carries the full identity.
@@ -355,7 +355,7 @@ class ChunkCacheStore(Closeable):
                 self._writer.keep_copy(replace(stored.variant, home="disk"), encoded)
 
     def keeps(self, stored: StoredVariant) -> bool:
-        """Return True if its tensor is there and fits the host tier; else the loader may release it once placed."""
+        """Return True if `keep` would hold its tensor in main memory; else the loader may release it once placed."""
         return stored.kv is not None and self._memory.host.admits(stored.kv.nbytes)
 
     def lost(self, variant: Variant, why: Unavailable) -> None:
@@ -389,7 +389,7 @@ class ChunkCacheStore(Closeable):
     def load(self, variant: Variant) -> LoadedVariant | Unavailable:
         """Return the whole tensor from memory, disk or remote, or the reason why it cannot be served.
 
-        Waits for the disk or the remote; see `open_variant`, `keep` and `lost` for the effects.
+        Waits for the disk or the remote; see `open_variant`, `keep` and `lost` for the effects. Records no use.
         """
         stored = self.open_variant(variant)
         if not isinstance(stored, StoredVariant):
@@ -417,7 +417,10 @@ class ChunkCacheStore(Closeable):
         return True
 
     def put(self, capture: Capture) -> Future[Variant | Unavailable]:
-        """Queue a capture to be stored; return its future. Raises StoreError if its `kv` is not as `Capture` says."""
+        """Queue a capture; return a future of its variant, which look-ups find then, or of the reason of its drop.
+
+        Raises StoreError if its `kv` is not as `Capture` says.
+        """
         self._home.require()
         check_kind("capture", capture, Capture)
         return self._writer.put(capture)
@@ -496,8 +499,8 @@ class ChunkCacheStore(Closeable):
 
         Rows and files are removed, and this process's memory drops them; chunk-caches on a remote stay there. If
         `chosen` has chunk ids, the functions in `before_removal` are called first: an `Engine` on this store then waits
-        for its running captures of these chunks, which would be stored again. Captures in other processes are not
-        waited for.
+        for its running captures of these chunks, which would be stored again. Other captures, without chunk ids or in
+        other processes, are not waited for.
 
         Returns the number of variants removed and their bytes on disk. A file that cannot be deleted counts too, with a
         warning. Raises ConfigError if there is neither `down_to_bytes` nor a filter that chooses by something.
@@ -521,11 +524,12 @@ class ChunkCacheStore(Closeable):
     def remove_chunks(self, chunk_ids: Sequence[str], *, namespace: str | None = None) -> Evicted:
         """Remove chunks because their documents were removed: nothing here may hold or be shaped by them any more.
 
-        All variants of these chunks leave, and all variants of other chunks that were captured after one of them, or
-        after a reused variant that it may have shaped. Until `readmit_chunks` no process that shares the folder stores
-        such a variant (`CaptureDrop.REMOVED`), and look-ups return none. On a remote, these chunks and variants that
-        this store knows of are removed in the background, and others when a look-up meets them. Texts of audits and a
-        "set-aside" store are deleted. `namespace` None means all. As in `evict`, `before_removal` is called.
+        `before_removal` is called as in `evict`. All variants of these chunks leave, and all variants of other chunks
+        that were captured after one of them, or after a reused variant that it may have shaped. Until `readmit_chunks`
+        no process that shares the folder stores such a variant (`CaptureDrop.REMOVED`), and look-ups return none. On a
+        remote, these chunks, after one look-up per model, and variants known here are removed in the background, and
+        others when a look-up meets them. The texts of the namespace's audits and a "set-aside" store are deleted.
+        `namespace` None means all.
 
         Returns the number of the variants that were removed from the folder, and their bytes on disk.
         """
@@ -560,7 +564,7 @@ class ChunkCacheStore(Closeable):
     ) -> frozenset[str]:
         """Let these chunks be stored again, because a document with their text was added.
 
-        Returns the ids of all chunks that are still removed; without `chunk_ids` it does nothing else. `namespace` None
+        Returns the ids of all chunks still removed there; without `chunk_ids` it does nothing else. `namespace` None
         means all; chunks that were removed in all namespaces are let in again everywhere, also if one is named.
         """
         names = _checked_ids(chunk_ids, namespace)
@@ -573,9 +577,9 @@ class ChunkCacheStore(Closeable):
     def sync_chunks(self, chunk_ids: Collection[str], *, namespace: str | None = None) -> Evicted:
         """Remove every chunk-cache that holds another text than these chunks, or was shaped by one.
 
-        Those of instructions stay. Chunks that leave are refused from then on, as after `remove_chunks`, and
-        `before_removal` is called for them; given chunks that were removed earlier are let in again. A first capture of
-        another chunk that is under way is not waited for; the next call removes it.
+        Those of instructions stay. Chunks that leave are refused from then on, as after `remove_chunks`, but passages
+        of unmarked text are not; `before_removal` is called for both. Given chunks that were removed earlier are let in
+        again. A first capture of another chunk that is under way is not waited for; the next call removes it.
 
         Args:
             chunk_ids: ids of the chunks that stay; () removes all but the instructions.

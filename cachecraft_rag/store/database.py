@@ -229,9 +229,9 @@ class Database:
     def erase(self) -> bool:
         """Move the journal into the file and empty it, because its pages may still hold removed rows.
 
-        Returns False if another reader or writer is still using the journal; the next call, or the last process that
-        closes the file, empties it. Returns True, and empties nothing, if the file is read-only, or without a
-        connection for writing, as on a full disk.
+        Returns False if another reader or writer is still using the journal after a second; the next call, or the last
+        process that closes the file, empties it. Returns True, and empties nothing, if the file is read-only, or
+        without a connection for writing, as on a full disk.
         """
         if self.read_only:
             return True
@@ -568,8 +568,8 @@ def connect_read_only(path: Path, *, timeout_s: float) -> sqlite3.Connection:
     """Return a connection that only reads, for a file that this user cannot change in a folder that may be read-only.
 
     If SQLite's helper files exist or can be made, changes by other processes are seen, and `timeout_s` is the longest
-    wait for a lock, in seconds. Otherwise no process has the file open, and it is read without helper files and locks.
-    SQLite's errors are raised as they are.
+    wait for a lock, in seconds. Otherwise no process has the file open, and it is read without helper files and locks,
+    unless a journal with content is left. SQLite's errors are raised as they are. The caller closes the connection.
     """
     place = path.absolute().as_uri()
     connect = partial(

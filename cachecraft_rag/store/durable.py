@@ -100,7 +100,7 @@ class Evicted:
 
 @runtime_checkable
 class Caches(Protocol):
-    """Chunk-caches that can be evicted: `ChunkCacheStore` or `client.http.ServerCaches`."""
+    """Chunk-caches that can be evicted: `ChunkCacheStore`, of all tenants, or `client.http.ServerCaches`, of one."""
 
     def evict(self, chosen: RowFilter | None = None) -> Evicted:
         """Remove the chosen chunk-caches; return their number and their bytes on disk.
@@ -109,17 +109,17 @@ class Caches(Protocol):
         """
 
     def remove_chunks(self, chunk_ids: Sequence[str]) -> Evicted:
-        """Remove what holds or was shaped by these chunks, and refuse it until readmitted; return as `evict` does."""
+        """Remove what holds these chunks or was captured after one, even indirectly; refuse it until readmitted."""
 
     def readmit_chunks(self, chunk_ids: Sequence[str]) -> frozenset[str]:
-        """Let chunk-caches of these chunks be stored again; return the ids of the chunks that stay removed."""
+        """Let chunk-caches of these chunks be stored again; return the ids of all chunks that are still removed."""
 
 
 class DurableVariants:
     """The catalog and the disk tier of one store folder, changed only in an order that survives a kill.
 
-    Every method may be called from any thread. `on_removed(variant_id, created)` is called for every variant whose row
-    was removed, so that memory can drop it.
+    Every method may be called from any thread. `on_removed(variant_id, created)` is called, in that thread, for every
+    variant whose row was removed here, not by another process, so that memory can drop it.
     """
 
     def __init__(
@@ -277,8 +277,8 @@ class DurableVariants:
     def evict(self, chosen: RowFilter, *, down_to_bytes: int | None = None) -> Evicted:
         """Remove the chosen rows and their files: all, or the lowest-scored until at most `down_to_bytes` are left.
 
-        These bytes are of all files. Chosen chunk ids are no longer remembered as evicted. On a full disk files are
-        deleted and rows stay as misses.
+        These bytes are of all files. Chosen chunk ids are no longer remembered as evicted (see `Catalog.commit`). On
+        a full disk files are deleted and rows stay as misses.
         """
         files = self.catalog.chosen(chosen, down_to_bytes=down_to_bytes)
         gone = self._evict(files, EvictionReason.ADMINISTRATOR, forget=chosen.chunk_ids or ())
@@ -291,9 +291,9 @@ class DurableVariants:
     ) -> list[Listed | DamagedRow]:
         """Remove all variants that hold or were shaped by these chunks; refuse such ones of `refused` from now on.
 
-        The refusal is noted first: no process stores such a variant after the rows were read here. The texts of audits
-        are deleted, and so is the folder of an older version's chunk-caches, because no catalog says what shaped them.
-        Returns the removed rows. `namespace` None means all.
+        The refusal is noted first: no process stores such a variant after the rows were read here. The texts of the
+        namespace's audits are deleted, and so is the folder of an older version's chunk-caches, because no catalog says
+        what shaped them. Returns the removed rows (see `Catalog.shaped_by`). `namespace` None means all.
         """
         removed_rows: list[Listed | DamagedRow] = []
         try:
@@ -460,7 +460,7 @@ class DurableVariants:
     def check(self, *, repair: bool, progress: Callable[[Progress], None] | None) -> CheckReport:
         """Compare rows and files, with `repair` remove what is damaged, and report it; see `ChunkCacheStore.check`.
 
-        Raises OSError if files cannot be listed, StoreError to repair a store that cannot be written.
+        Raises OSError on a disk error or if a lock file cannot be opened, and StoreError to repair a read-only store.
         """
         if repair and self.read_only:
             raise StoreError(

@@ -379,7 +379,7 @@ class StoredVariant:
         Both ends must be borders of `extents`, which is not checked; `out` is as `scratch` makes it. Several threads
         may read different ranges at the same time, of a `sequential` variant only one. Raises ValueError if the bytes
         are damaged, are not those that were signed, or, where the model's layout is known, hold infinities, NaN, or
-        numbers beyond 1e9; then no value of the range may be used. Other `READ_ERRORS` may pass.
+        numbers beyond 1e9; then no value of the range may be used. Other `READ_ERRORS` may be temporary.
         """
         import torch
 
@@ -425,14 +425,14 @@ class StoredVariant:
                 target.copy_(out[:, :, self._heads])
 
     def read_all(self) -> torch.Tensor:
-        """Read every layer, in order, and return `kv`, `[layers, 2, tokens, kv_heads, head_dim]`, not a copy."""
+        """Read every layer, in order, and return `kv` itself; call `allocate` first. Raises as `read` does."""
         for layer in range(self._header.layout.layers):
             self.read(layer, 0, self._header.tokens)
         assert self.kv is not None, "there is room"
         return self.kv
 
     def close(self) -> None:
-        """Release the bytes, but not `kv`; a read in another thread ends soon."""
+        """Release the bytes, but not `kv`; current and later reads end soon, with OSError or their bytes."""
         self.source.close()
 
 

@@ -95,8 +95,8 @@ class Catalog:
     ) -> None:
         """Open or create the catalog; OtherVersionError for one of another version that can be written.
 
-        `policy` makes the eviction scores; None is that of the last opening that named one. All processes on a folder
-        should have the same.
+        `policy` makes the eviction scores; None is that of the last opening that named one, at first `Saving`. All
+        processes on a folder should have the same.
         """
         self.path = path
         self._db = Database(path, kind=CATALOG_KIND, busy_timeout_s=busy_timeout_s)
@@ -149,7 +149,7 @@ class Catalog:
         return variants, damaged
 
     def token_scores(self, variant_ids: Sequence[str]) -> dict[str, TokenScores]:
-        """Return variant id → token scores; `inter` is None if they are not stored, or damaged, which is logged."""
+        """Return every given id → its token scores; `inter` is None if none are stored, or damaged, which is logged."""
         known = {}
         for variant_id, *columns in self._fetched(_SCORES, (json.dumps(list(variant_ids)),)):
             scores = _read_scores(*columns)
@@ -161,7 +161,7 @@ class Catalog:
     def rows(self, chosen: RowFilter, *, offset: int = 0, limit: int = 100) -> list[Listed]:
         """Return a page of the chosen rows, the highest eviction score first; [] after the last row.
 
-        Damaged rows count, but are left out, so any page may be shorter than `limit`.
+        Damaged rows count for both numbers but are left out: any page may be shorter than `limit`.
         """
         condition, parameters = chosen.as_sql()
         query = f"{_LISTED} WHERE {condition} ORDER BY v.score DESC, v.created DESC, v.variant_id LIMIT ? OFFSET ?"
@@ -300,7 +300,7 @@ class Catalog:
         return [(name, model) for name, model in self._fetched(query, (namespace, namespace))]
 
     def problems(self) -> list[str]:
-        """Return at most 100 findings of SQLite's integrity check over the whole catalog; works after `close` too."""
+        """Return at most 100 findings of SQLite's quick check, [] when all is well; see `Database.problems`."""
         return self._db.problems()
 
     def check_sums(self, *, repair: bool) -> str:
@@ -498,7 +498,7 @@ class Catalog:
 
     @contextmanager
     def standstill(self) -> Iterator[None]:
-        """Keep every other writer, in any process, from adding or removing rows while the block runs. Keep it short."""
+        """Keep every other writer, in any process, from changing rows in the block: keep it short, write nothing."""
         with self._db.writing():
             yield
 

@@ -63,7 +63,7 @@ class ScoredRow(NamedTuple):
 
     @property
     def used(self) -> Use:
-        """All its uses."""
+        """The sum of all its uses."""
         return Use(self.reuse_frequency, self.saved)
 
 
@@ -74,7 +74,7 @@ class EvictionOrder:
     """
 
     def __init__(self, database: Database, policy: Policy | None) -> None:
-        """Use this policy from now on; None: that of the last opening that named one.
+        """Use this policy from now on; None: that of the last opening that named one, at first `Saving`.
 
         If the policy has changed, the scores of all rows are computed again.
         """

@@ -30,7 +30,7 @@ _MARKED = f"""SELECT DISTINCT m.mark, m.chunk_id, m.place, v.tokens, v.tokens_di
 
 
 class MarkedText(NamedTuple):
-    """A captured text with a mark (`planning.found_text`) and its place in it; any field may be damaged."""
+    """A captured text with a mark (`planning.found_text`), whose last token is at `place`; any field may be damaged."""
 
     mark: int
     chunk_id: str
@@ -49,9 +49,10 @@ class FoundTexts:
         self._db = database
 
     def seen(self, names: Sequence[str]) -> set[str]:
-        """Note that these texts (digests, see `prompt.unmarked.candidates_of`) were seen; return those seen before.
+        """Note that texts of these names were seen, in any process; return the names seen before.
 
-        The `MOST_SEEN` names that were first seen most recently are remembered; a repeated name counts as seen before.
+        A name is a digest of text, namespace, model and session (`prompt.unmarked.candidates_of`). The `MOST_SEEN` that
+        were first seen most recently are remembered; a repeated name counts as seen before.
         """
         with self._db.writing() as connection:
             insert = "INSERT OR IGNORE INTO seen_texts (name) VALUES (?)"
@@ -80,7 +81,7 @@ class FoundTexts:
     def marked(
         self, namespace: str, fingerprint: str, marks: Collection[int], *, session: str | None
     ) -> list[MarkedText]:
-        """Return the texts, shared or of `session`, with a variant and one of these marks, once for each mark."""
+        """Return the texts, shared or of `session`, with a variant and one of these marks, once for each, unordered."""
         with self._db.reading() as connection:
             given = {
                 "namespace": namespace,

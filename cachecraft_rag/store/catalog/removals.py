@@ -39,7 +39,7 @@ class Removals:
         self._db = database
 
     def note(self, chunk_ids: Iterable[str], namespace: str | None) -> None:
-        """Note these chunks as removed; those noted before stay noted."""
+        """Note these chunks as removed now; those noted before keep their time."""
         with self._db.writing() as connection:
             connection.execute(_NOTE, _given(chunk_ids, namespace) | {"now": time.time()})
 
@@ -59,7 +59,7 @@ class Removals:
             )
 
     def latest(self, namespace: str) -> float:
-        """Return the time of the latest removal noted for this namespace or all, in seconds since 1970; 0.0 without."""
+        """Return the latest time that `note` has kept for this namespace or all, in seconds since 1970; 0.0 without."""
         query = f"SELECT coalesce(max(removed), 0.0) FROM removed_chunks WHERE {_ANY}"
         with self._db.reading() as connection:
             latest: float = fetched(connection, query, {"namespace": namespace})[0][0]

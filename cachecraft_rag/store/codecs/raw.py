@@ -39,7 +39,7 @@ class Raw(Codec):
         return kv.view(-1).view(torch.uint8)
 
     def decode(self, block: Tensor, *, out: Tensor) -> None:
-        """Copy a block, uint8 `[bytes]`, to `out` `[2, tokens, kv_heads, head_dim]`; `in_place` avoids the copy."""
+        """Copy a block, uint8 `[bytes]`, to `out` `[2, tokens, kv_heads, head_dim]`, contiguous; see `in_place`."""
         import torch
 
         if len(block) != out.nbytes:

@@ -17,8 +17,8 @@ class Loader:
     """Loads for the requests of one engine, and remembers how fast each tier was.
 
     Args:
-        store: whose threads read, and which keeps in memory what came whole.
-        layers: of the model.
+        store: its threads read, and it keeps in memory what was read as a whole.
+        layers: number of the model's layers.
     """
 
     def __init__(self, store: ChunkCacheStore, layers: int) -> None:

@@ -1,8 +1,8 @@
 """Chunk-caches of a prompt that were not in memory at its planning, shared by their readers and the computing pass.
 
 Both work on one list of extents under one lock. Readers take extents from the end, the pass takes tokens from the first
-extent that is not complete. If the pass takes all of an extent while it is being read, the extent is dropped once its
-current layer has been read.
+incomplete extent. If the pass takes all of an extent while it is being read, the extent is dropped once its current
+layer has been read.
 
 A prompt of 16,384 tokens has 256 extents of 32 layers, and each read needs the next extent. So counts and cursors are
 kept up to date instead of searching the list again; `python -m benchmarks loader-bookkeeping` measures this.
@@ -62,7 +62,7 @@ class Extent:
     kept         True if memory keeps the chunk-cache once it is loaded
     waiting      number of first layers, of a chunk-cache that memory does not keep, that were loaded before `send_to`
     index        index in the list of extents
-    is_open      True while layers are missing and will be read: it is not complete, lost or taken
+    is_open      True while layers are missing and will be read: it is not loaded, lost or taken
     """
 
     stored: StoredVariant
@@ -117,13 +117,14 @@ class _Read:
 class PendingLoads:
     """The extents of one request, in prompt order. Every method may be called from any thread.
 
-    An extent is incomplete (`Extent.is_open`) until it is loaded, lost or computed instead; it stays in the list then.
+    An extent is incomplete (`Extent.is_open`) until it is loaded, lost or taken; it stays in the list. A token is taken
+    once it is to be computed or left out; an extent is, once all its tokens are.
 
     meter        measures the load rate
     layer_first  True: readers load layer by layer, in few large reads; False: whole extents, while the beginning of the
                  prompt is computed. Both begin at the end of the prompt
     reads        number of finished reads; while it does not change, loading makes no progress
-    waited_s     seconds spent in `wait`
+    waited_s     seconds of waiting for loads: in `wait`, and what callers add that wait in another way
     on_change    called by readers after each read, successful or not, and by `fail`
     """
 
@@ -178,7 +179,7 @@ class PendingLoads:
     # -- for the threads that read ------------------------------------------------------------------------------------
 
     def read(self) -> None:
-        """Read until no extent is left, or until `close`; several threads may run this at the same time.
+        """Read until each extent left is being read by another thread, or until `close`; several threads may run this.
 
         After each read the layer is placed, if `send_to` was called and memory does not keep the chunk-cache, and
         `on_change` is called. Incomplete extents of a chunk-cache that cannot be read become `lost`.
@@ -403,7 +404,7 @@ class PendingLoads:
         return positions
 
     def compute(self, positions: Iterable[int]) -> None:
-        """Take these positions to compute them, even if they are loaded by now: the first untaken of their extents."""
+        """Take these positions to compute them, loaded or not; they must be the first untaken of their extents."""
         wanted = frozenset(positions)
         if not wanted:
             return
@@ -457,7 +458,7 @@ class PendingLoads:
     def give_up(self, positions: Iterable[int]) -> None:
         """Mark extents with any of these positions as lost, because another rank could not read them.
 
-        They are loaded and placed no further, and `failed` does not name them. It names those that failed here too.
+        They are loaded and placed no further, and of them `failed` names only those that failed here too.
         """
         unusable = frozenset(positions)
         if not unusable:
@@ -488,7 +489,7 @@ class PendingLoads:
             return [position for extent in self._incomplete() for position in extent.positions]
 
     def left(self) -> tuple[list[int], list[int], float]:
-        """Return, as of one moment: `incomplete`, their running count at the end of each extent, and `bytes_left`."""
+        """Return, as of one moment: `incomplete`, their count up to the end of each such extent, and `bytes_left`."""
         with self._lock:
             borders = itertools.accumulate(len(extent.positions) for extent in self._incomplete())
             return self.incomplete(), list(borders), self.bytes_left()
@@ -518,7 +519,7 @@ class PendingLoads:
         return next(reasons, None)
 
     def chunks(self) -> list[StoredVariant]:
-        """Return all chunk-caches in prompt order, each once: also those loaded, lost or computed by now."""
+        """Return all opened chunk-caches in prompt order, each once: also those loaded, lost or taken by now."""
         return [extents[0].stored for extents in self._by_chunk.values()]
 
     def of(self, stored: StoredVariant) -> Sequence[Extent]:
@@ -539,12 +540,12 @@ class PendingLoads:
             self.waited_s += time.perf_counter() - started
 
     def place(self, layer: int, sink: KVSink, *, below: int | None = None) -> None:
-        """Put one layer into `sink`, of the extents that have loaded it. Tokens that are computed are left out.
+        """Put one layer into `sink`, of the extents that have loaded it. Taken tokens are left out.
 
         Extents that have not loaded it are left out without waiting; `failed` names those that are lost. Chunk-caches
-        that readers place themselves (see `send_to`) are left out too, except layers that were loaded before `send_to`.
-        With `below`, only complete extents that end at or before this position are placed, and none again after its
-        last layer.
+        that readers place themselves (see `send_to`) are left out too, but all their layers that were loaded before
+        `send_to` go to its sink. With `below`, only fully loaded extents that end at or before this position are
+        placed, and none again after its last layer.
         """
         self._place_waiting()
         with self._lock:
