@@ -82,7 +82,7 @@ class HeldTexts:
     ) -> None:
         """Remove the chunk-caches of these documents, except for texts that are known under other ids too.
 
-        Unknown ids are ignored. The documents `replaced_by` will be added under these ids, so their texts stay too. If
+        Ids need not be known. The documents `replaced_by` will be added under these ids, so their texts stay too. If
         the engine raises an error, the ids stay known.
         """
         leaving = frozenset(ids)

@@ -122,7 +122,7 @@ def distrust(file: Path) -> bool:
 
 
 def trusted_files() -> Iterator[TrustRecord]:
-    """Yield what the user trusted, in the order of the paths. Raises ConfigError for a damaged record."""
+    """Yield what the user trusted, also if changed or missing now, sorted by path; ConfigError for a damaged record."""
     records = map(_read, sorted((config_folder() / "trusted").glob("*.json")))
     yield from sorted(records, key=lambda record: record.file)
 

@@ -79,7 +79,7 @@ class RequestStats:
     focus_layer        layer in which Algorithm 1 settled the focused chunks; None if it was off or never settled
     finish             "end": the model ended it; "length": at max_new_tokens; "stop": at a stop string; "closed": by
                        its reader; "failed": by an exception; None while it is still being written
-    chunks             outcome of each chunk, in prompt order
+    chunks             outcome of each chunk, in prompt order, then of those left out of it; until the plan only these
     remote             outcome of the remote look-up: "answered", "too slow", "failed", "left alone"; None without a
                        remote, or if it need not be asked
     request_id         names the request in logs
