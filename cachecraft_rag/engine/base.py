@@ -122,7 +122,7 @@ class AnswerEngine(ABC):
 
         Closing it closes this engine. Attributes are copied: setting `calibration` later does not change the other.
         """
-        check_text("namespace", namespace)
+        check_text("namespace", namespace, empty=False)  # "" would be the engine's own in a request
         engine = copy.copy(self)
         engine.namespace = namespace
         return engine
