@@ -83,7 +83,7 @@ class AnswerEngine(ABC):
         capabilities: calls that this kind of engine does not support.
         decoder: the model, or facts about it if it runs elsewhere.
         namespace: the tenant; chunk-caches never cross it.
-        store: its chunk-caches; those of a server can only be evicted from here.
+        store: its chunk-caches; those of a server can only be evicted, removed and readmitted from here.
         config: settings of reuse; a call may bring other settings.
         calibration: result of `cachecraft calibrate`, or None.
         min_prompt_tokens: value in place of a `ReuseConfig.min_prompt_tokens` of None.

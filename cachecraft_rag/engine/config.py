@@ -98,7 +98,7 @@ class EngineConfig:
     system          instruction before every prompt. Chunk-caches that were captured after another instruction are
                     reused approximately, so prime and ask with the same one
     private_system  whether `system` holds one user's text: captures after it are then private to the session; without
-                    one nothing is captured. On a server, also whether system messages and tools of its clients do
+                    one no chunk is captured. On a server, also whether system messages and tools of its clients do
     best_last       whether the best chunk is the last, directly before the question; see `PromptBuilder`
     reuse           settings of the reuse of chunk-caches
     new_variants    when chunks that were reused and fixed are captured after the prefix they had: idle (while no

@@ -14,11 +14,11 @@ Finish = Literal["end", "length", "stop", "closed", "failed"]
 
 @dataclass(frozen=True, slots=True)
 class ChunkStats:
-    """Outcome of one chunk of the prompt.
+    """Outcome of one chunk, or found segment, of the prompt.
 
-    outcome      exact: after its origin prefix, from a lossless codec; reused: moved and partly recomputed, or after
-                 its origin prefix but from a lossy codec; computed: without a chunk-cache; trimmed: left out of the
-                 prompt; failed: the request failed before its first token
+    outcome      exact: after its origin prefix, from an exact capture and a lossless codec; reused: otherwise from a
+                 chunk-cache, mostly moved and partly recomputed; computed: without a chunk-cache; trimmed: left out of
+                 the prompt; failed: the request failed, or was closed, before its first token
     reason       sentence that says why tokens of it were computed or recomputed; empty if it was reused without that
     reason_code  the same as a `Reason`, whose docstring names the setting for each; the request log writes this code
                  as `reason`

@@ -160,7 +160,7 @@ class PromptBuilder:
         context_length: most tokens of prompt and answer together.
         system: the instruction, in the system segment; chunk-caches captured after another one are never exact.
         private_system: True if `system` or `tools` hold one user's text; captures after them are then private to the
-            session, and without one nothing is captured.
+            session, and without one no chunk is captured.
         best_last: put the best chunk (chunks are given best first) last, directly before the question, where small
             models use it best: of 18 questions about the sample handbook 15 answers were right, 12 with the best chunk
             first.
