@@ -149,7 +149,7 @@ def word_agreement(text: str, other_text: str) -> float:
     """Return the share of words that two texts have in the same order, 0 to 1; 1.0 if neither has a word.
 
     It is twice the length of the longest common subsequence of their words, divided by the number of words of both
-    texts.
+    texts. Words are split at white space, and case counts.
 
     >>> word_agreement("every eight weeks", "every eight weeks")
     1.0

@@ -253,7 +253,7 @@ class EngineConfig:
         return replace(self, store=replace(self.store, **of_store), **own)
 
     def with_tuning(self, **changes: Any) -> Self:
-        """Return a copy with these fields of its tuning, or of its store's tuning, changed.
+        """Return a copy with these fields of its tuning, or of its store's tuning, changed; None is a value here.
 
         >>> config = EngineConfig().with_tuning(max_waiting=32, readers=8)
         >>> config.tuning.max_waiting, config.store.tuning.readers

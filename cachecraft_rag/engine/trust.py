@@ -94,7 +94,7 @@ def is_trusted(file: Path, content: bytes) -> bool:
 
 
 def trust(file: Path, content: bytes) -> TrustRecord:
-    """Record that the user trusts this content of the file. Raises ConfigError if it cannot be recorded."""
+    """Record that the user trusts this content of the file, and no other. ConfigError if it cannot be recorded."""
     record = TrustRecord(_place(file), _digest(content))
     target = _record_file(record.file)
     written = json.dumps({"file": os.fsencode(record.file).hex(), "digest": record.digest})
