@@ -428,12 +428,10 @@ class AnswerEngine(ABC):
     ) -> LookupResult:
         """Return the stored variants of segments for this model, shared ones and those private to `session`.
 
-        `namespace` "" is the engine's own.
-
-        Nothing is loaded. Every segment's id is a key of `variants`. A remote is asked for segments with too few
-        variants here, within its time limit. Rows that do not fit are left out and removed in the background. If the
-        catalog of the store cannot be read, a warning is logged and nothing is found. UnsupportedCallError: the
-        chunk-caches are a server's.
+        `namespace` "" is the engine's own. Nothing is loaded. Every segment's id is a key of `variants`. A remote is
+        asked for segments with too few variants here, within its time limit. Rows that do not fit are left out and
+        removed in the background. If the catalog of the store cannot be read, a warning is logged and nothing is found.
+        UnsupportedCallError: the chunk-caches are a server's.
         """
         self.capabilities.require(Capability.LOOK_UP)
         segments = listed("segments", segments)
