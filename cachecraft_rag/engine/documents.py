@@ -70,7 +70,10 @@ class HeldTexts:
         self._changing = threading.Lock()
 
     def add(self, ids: Sequence[str], documents: Sequence[object]) -> None:
-        """Note documents that the database holds from now on, as many as ids, and let their chunk-caches be stored."""
+        """Note documents that the database holds from now on, as many as ids, and let their chunk-caches be stored.
+
+        An id that is known gets the new text; what is stored of its old one stays, unless `remove` was called first.
+        """
         chunks = self._read(documents)
         added = {name: chunk.chunk_id for name, chunk in zip(ids, chunks, strict=True)}
         with self._changing:
