@@ -7,7 +7,7 @@
     ├── DocumentError          a document cannot be read
     ├── IndexStoreError        the retrieval index is missing, or was made with another embedding model
     ├── StoreError             the chunk-cache store cannot be opened or written at all
-    ├── UnsupportedCallError   a framework's call that has no meaning for a local model without tools
+    ├── UnsupportedCallError   a call that this engine does not support
     ├── ForkError              an engine, store or index was used in a fork of the process that opened it
     ├── ServerError            a server does not answer, or is not the one that was meant
     ├── BusyError              as many requests are waiting as may; WaitTimeoutError: one waited too long

@@ -91,7 +91,7 @@ class AnswerStream(Iterator[str]):
         self._generation.close()
 
     def answer(self) -> Answer:
-        """Read the rest and return the whole answer; after `close` the answer so far."""
+        """Read the rest and return the whole answer; after `close`, or a piece that raised, the answer so far."""
         for _ in self:
             pass
         return Answer(self.text, self.sources, self.stats)
@@ -149,7 +149,7 @@ def word_agreement(text: str, other_text: str) -> float:
     """Return the share of words that two texts have in the same order, 0 to 1; 1.0 if neither has a word.
 
     It is twice the length of the longest common subsequence of their words, divided by the number of words of both
-    texts.
+    texts. Words are split at white space, and case counts.
 
     >>> word_agreement("every eight weeks", "every eight weeks")
     1.0
@@ -355,14 +355,14 @@ class CacheCraft(Retriever, Closeable):
         """Index a folder, a file or documents in memory; documents that have not changed are skipped.
 
         Documents whose files were deleted from the folder leave the index, and their chunk-caches the store, unless
-        another document has the same chunk.
+        another document has the same chunk. A file or documents in memory replace only those of the same id.
 
         Args:
             documents: path of a folder or a file; or `Document` objects, which forbid `follow_links`, `opener` and
                 `reader`.
-            prime: also compute the chunk-caches of all documents, so that the first question is fast too (see `prime`).
-            progress: called after each file and each batch of embeddings, where it counts files, and then by `prime`,
-                where it counts chunk-caches.
+            prime: also compute the chunk-caches of the whole index, so that the first question is fast too (`prime`).
+            progress: called after each file and each batch of embeddings, where it counts files or documents, and then
+                by `prime`, where it counts chunk-caches.
             follow_links: also read targets of links outside the folder; otherwise such links are reported as problems.
             opener: opens each folder and file, as with Python's `open`; a DocumentError of it is a problem in the
                 report.
@@ -430,12 +430,13 @@ class CacheCraft(Retriever, Closeable):
         progress: Callable[[Progress], None] | None = None,
         skipped: Callable[[str], None] = logger.warning,
     ) -> int:
-        """Compute and store the missing chunk-caches, each chunk after its neighbours; return their number.
+        """Compute and store the index's missing chunk-caches, each chunk after its neighbours; return their number.
 
-        The instruction is captured and counted too; ConfigError if it is private. Captures before an error stay.
+        A document's only chunk is captured after similar chunks of others. The instruction is captured and counted too;
+        ConfigError if it is private. Captures before an error stay.
 
         Args:
-            alone: each chunk after a fixed passage instead, see `Primer`; not with the model in a server.
+            alone: each chunk after a fixed passage instead; not with the model in a server (UnsupportedCallError).
             progress: called before the first pass and after each one that captures; it counts chunk-caches.
             skipped: called with a sentence about each document that has chunks too long for the model.
         """
@@ -456,7 +457,7 @@ class CacheCraft(Retriever, Closeable):
         evict_chunks(self.caches, primed - self.index.present(primed))
 
     def estimate_priming(self, *, alone: bool = False) -> PrimingEstimate:
-        """Return the number, tokens and size of what `prime` would store now, and disk space; nothing is computed."""
+        """Return number, tokens and size of what `prime` (with this `alone`) would store now; nothing is computed."""
         from cachecraft_rag.serving.priming import estimate_priming
 
         check_flag("alone", alone)
@@ -503,8 +504,8 @@ class CacheCraft(Retriever, Closeable):
             where: filter of chunks by their metadata (see `FaissStore.search`).
             search_history: retrieve with the questions in `history` too (see `Retriever.retrieve`), so that a follow-up
                 finds what it refers to. `stats.searched` says what was searched for.
-            answering: history, session, sampling, config: see `Engine.stream`. And fields of `SamplingParams` by name,
-                such as `max_tokens=60` or `temperature=0.7`.
+            answering: history, session, sampling, config, tools: see `Engine.stream`. And fields of `SamplingParams` by
+                name, such as `max_tokens=60` or `temperature=0.7`, which override those of `sampling`.
         """
         retrieved, answering = self._retrieved(
             question, answering, top_k=top_k, where=where, search_history=search_history

@@ -83,7 +83,7 @@ class AnswerEngine(ABC):
         capabilities: calls that this kind of engine does not support.
         decoder: the model, or facts about it if it runs elsewhere.
         namespace: the tenant; chunk-caches never cross it.
-        store: its chunk-caches; those of a server can only be evicted from here.
+        store: its chunk-caches; those of a server can only be evicted, removed and readmitted from here.
         config: settings of reuse; a call may bring other settings.
         calibration: result of `cachecraft calibrate`, or None.
         min_prompt_tokens: value in place of a `ReuseConfig.min_prompt_tokens` of None.
@@ -118,20 +118,21 @@ class AnswerEngine(ABC):
         self._home = HomeProcess("engine")
 
     def for_tenant(self, namespace: str) -> Self:
-        """Return this engine for another tenant: the same model, queue and store, but none of the same chunk-caches.
+        """Return this engine for another tenant: the same model, queue, counts and store, but other chunk-caches.
 
-        Closing it closes this engine.
+        Closing it closes this engine. Attributes are copied: setting `calibration` later does not change the other.
         """
-        check_text("namespace", namespace)
+        check_text("namespace", namespace, empty=False)  # "" would be the engine's own in a request
         engine = copy.copy(self)
         engine.namespace = namespace
         return engine
 
     @abstractmethod
     def close(self) -> None:
-        """Finish the work under way and release all resources; a second call does nothing.
+        """Store the captures of answers that have ended, and release what this engine opened.
 
-        Does nothing in a fork of the process. Captures that cannot be stored are logged and dropped.
+        A second call does nothing. Answers under way are not waited for. Captures that cannot be stored are logged and
+        dropped.
         """
 
     def __enter__(self) -> Self:
@@ -157,16 +158,18 @@ class AnswerEngine(ABC):
 
         The prompt is checked now; the model runs when the first piece is requested. Some errors are therefore raised by
         `next` of the result, not by this call. An answer is counted in `request_counts` and logged (`log_request`) once
-        it has ended, and traced if `is_tracing`. A question that this call refuses counts as refused.
+        it has ended, and traced if `is_tracing`; one of which no piece was requested is not. A question that this call
+        refuses counts as refused.
 
         Args:
             question: the question; not empty, unless the history ends with the result of a tool.
-            chunks: passages that retrieval returned, maybe none; of equal texts the first counts. If the context is too
-                small, those of lowest rank are left out.
+            chunks: passages that retrieval returned; of equal texts the first counts. If the context is too small,
+                those of lowest rank are left out. Without any, the question is unmarked text, see `stream_text`.
             history: earlier turns of the conversation, user first; they follow the chunks. The last turn is the
                 assistant's, or the result of a tool if the chat template lets the user speak after it.
             session: session whose private chunk-caches may be used besides the shared ones. What is captured of
-                `chunks` is shared all the same, unless the instruction is private (`private_system`).
+                `chunks` is shared all the same, unless the instruction is private (`private_system`): then it is the
+                session's, and without a session nothing is captured.
             sampling: length and randomness of the answer; None = `SamplingParams()`: greedy, at most 128 tokens.
             config: settings of reuse for this question; None = the engine's.
             tools: tools that the model may call, see `prompt.tools`; `prompts_with` gives the form of its calls.
@@ -203,7 +206,7 @@ class AnswerEngine(ABC):
         )
 
     def stream_text(self, prompt: str, **options: Unpack[AnswerOptions]) -> Generation:
-        """Answer unmarked text: one user's message with its documents inside; otherwise as `stream`.
+        """Answer unmarked text, one user's message with its documents inside: `stream` without chunks.
 
         Captured passages are found and reused if `ReuseConfig.plain_prompts` is "reuse"; over vLLM only by a server
         that was started with `--reuse-plain-prompts`. What is captured of passages found in the text belongs to the
@@ -291,7 +294,7 @@ class AnswerEngine(ABC):
         return request
 
     def recogniser(self, session: str | None) -> Recognise | None:
-        """Return a function that finds captured texts, also those of `session`, in unmarked text; None = no search."""
+        """Return a function that finds captured texts, also those of `session`; None: this engine does not search."""
         return None
 
     def calibration_for(self, config: ReuseConfig) -> Calibration | None:
@@ -306,7 +309,7 @@ class AnswerEngine(ABC):
         return calibration
 
     def calibrated(self, config: ReuseConfig) -> ReuseConfig:
-        """Return these settings with the calibrated α for them, if there is one."""
+        """Return these settings with the α of `calibration_for`; unchanged if that is None."""
         calibration = self.calibration_for(config)
         return config if calibration is None else config.with_method(alpha=calibration.alpha)
 
@@ -324,17 +327,19 @@ class AnswerEngine(ABC):
         progress: Callable[[Progress], None] | None = None,
         skipped: Callable[[str], None] = logger.warning,
     ) -> int:
-        """Capture documents that a database of yours holds, before the first question; return how many were stored.
+        """Capture documents of a database of yours before the first question; return how many chunk-caches were stored.
 
-        Chunks with the same source (`source` in their metadata; the `ref_doc_id` of a node) are captured after one
-        another, in the order given; the first of several is captured a second time after the next ones. The instruction
-        is captured, and counted, too. What is stored already is skipped, so after Ctrl-C call it again. Documents that
-        `remove` or `sync` had removed are stored again. ConfigError for an engine whose instruction is private.
+        Each is one chunk. Those with the same source (`source` in the metadata; the `ref_doc_id` of a node) are
+        captured after one another, in the order given; the first of several is captured a second time after the next
+        ones. The instruction is captured, and counted, too. What is stored already is skipped, so after Ctrl-C call it
+        again. Documents that `remove` or `sync` had removed are stored again. ConfigError for an engine whose
+        instruction is private.
 
         Args:
             documents: texts, chunks, LangChain's or Haystack's documents, or LlamaIndex's nodes, as a retriever returns
                 them. The text is what the model will read of each: that of a node has its templates and metadata.
-            alone: capture each chunk after a fixed passage, so that no other chunk shapes it.
+            alone: capture each chunk after a fixed passage, so that no other chunk shapes it; not with the model in a
+                server (UnsupportedCallError).
             progress: called with the number of captures, before the first pass and after each one that captures.
             skipped: called with a sentence about each document that has chunks too long to capture.
         """
@@ -348,7 +353,7 @@ class AnswerEngine(ABC):
     def estimate_priming(
         self, documents: Iterable[object], *, alone: bool = False
     ) -> PrimingEstimate:
-        """Return the number, tokens and size of what `prime` would capture now; nothing is computed."""
+        """Return number, tokens and size of what `prime` with the same arguments would capture; nothing is computed."""
         check_flag("alone", alone)
         return estimate_priming(self._primer(alone), by_source(documents))
 
@@ -358,9 +363,9 @@ class AnswerEngine(ABC):
     def remove(self, documents: Iterable[object]) -> Evicted:
         """Remove the chunk-caches of documents that leave a database of yours, and of all chunks captured after them.
 
-        Call it before the database deletes or replaces them; `documents` as in `prime`, maybe none. No process stores
-        any of these chunk-caches again until `prime`, `readmit` or `sync` is given the document. Returns the number of
-        those removed, and their bytes on disk.
+        Call it before the database deletes or replaces them; `documents` as in `prime`, maybe none. Those of every
+        model and session of this tenant leave, and no process stores any of them again until `prime`, `readmit` or
+        `sync` is given the document. Returns the number of those removed, and their bytes on disk.
         """
         chunk_ids = tuple(dict.fromkeys(chunk.chunk_id for chunk in chunks_of(documents)))
         if isinstance(self.store, ChunkCacheStore):
@@ -384,10 +389,10 @@ class AnswerEngine(ABC):
         """Keep only the chunk-caches of these documents and of instructions; remove all others of this namespace.
 
         For a database that other programs change: give it all documents that the database holds, as for `prime`.
-        Passages of unmarked prompts, whose documents are not known, leave too, and so do documents that were added
-        while the list was made: `prime` takes them back. A remote keeps what this store never saw. Returns as `remove`.
-        Raises ConfigError without documents, because a database that cannot be read looks empty; UnsupportedCallError
-        if the chunk-caches are a server's.
+        Chunk-caches that another document has shaped leave too, and so do passages of unmarked prompts, whose documents
+        are not known, and documents that were added while the list was made: `prime` takes them back. A remote keeps
+        what this store never saw. Returns as `remove`. Raises ConfigError without documents, because a database that
+        cannot be read looks empty; UnsupportedCallError if the chunk-caches are a server's.
         """
         self.capabilities.require(Capability.SYNC)  # before a whole database is read
         held = {chunk.chunk_id for chunk in chunks_of(documents)}
@@ -423,12 +428,10 @@ class AnswerEngine(ABC):
     ) -> LookupResult:
         """Return the stored variants of segments for this model, shared ones and those private to `session`.
 
-        `namespace` "" is the engine's own.
-
-        Nothing is loaded. Every segment's id is a key of `variants`. A remote is asked for segments with too few
-        variants here, within its time limit. Rows that do not fit are left out and removed in the background. If the
-        catalog of the store cannot be read, a warning is logged and nothing is found. UnsupportedCallError: the
-        chunk-caches are a server's.
+        `namespace` "" is the engine's own. Nothing is loaded. Every segment's id is a key of `variants`. A remote is
+        asked for segments with too few variants here, within its time limit. Rows that do not fit are left out and
+        removed in the background. If the catalog of the store cannot be read, a warning is logged and nothing is found.
+        UnsupportedCallError: the chunk-caches are a server's.
         """
         self.capabilities.require(Capability.LOOK_UP)
         segments = listed("segments", segments)

@@ -97,8 +97,8 @@ class EngineConfig:
     namespace       tenant; no other tenant uses its chunk-caches. The retrieval index is shared
     system          instruction before every prompt. Chunk-caches that were captured after another instruction are
                     reused approximately, so prime and ask with the same one
-    private_system  whether `system` holds one user's text: captures after it are then private to the session. On a
-                    server, also whether system messages and tools of its clients do
+    private_system  whether `system` holds one user's text: captures after it are then private to the session; without
+                    one no chunk is captured. On a server, also whether system messages and tools of its clients do
     best_last       whether the best chunk is the last, directly before the question; see `PromptBuilder`
     reuse           settings of the reuse of chunk-caches
     new_variants    when chunks that were reused and fixed are captured after the prefix they had: idle (while no
@@ -253,7 +253,7 @@ class EngineConfig:
         return replace(self, store=replace(self.store, **of_store), **own)
 
     def with_tuning(self, **changes: Any) -> Self:
-        """Return a copy with these fields of its tuning, or of its store's tuning, changed.
+        """Return a copy with these fields of its tuning, or of its store's tuning, changed; None is a value here.
 
         >>> config = EngineConfig().with_tuning(max_waiting=32, readers=8)
         >>> config.tuning.max_waiting, config.store.tuning.readers

@@ -125,7 +125,7 @@ def examine(engine: Engine, *, check: bool = True) -> Facts:
 def compute_speed(decoder: Decoder) -> float:
     """Measure a prefill of up to 256 random tokens, and return its speed in tokens per second.
 
-    Of two prefills the second counts, because the first warms up.
+    Of two prefills the second counts, because the first warms up. No other pass may run meanwhile.
     """
     tokens = min(MEASURED_TOKENS, decoder.context_length)
     ids = torch.randint(0, int(decoder.model.config.vocab_size), (tokens,)).tolist()

@@ -70,7 +70,10 @@ class HeldTexts:
         self._changing = threading.Lock()
 
     def add(self, ids: Sequence[str], documents: Sequence[object]) -> None:
-        """Note documents that the database holds from now on, as many as ids, and let their chunk-caches be stored."""
+        """Note documents that the database holds from now on, as many as ids, and let their chunk-caches be stored.
+
+        An id that is known gets the new text; what is stored of its old one stays, unless `remove` was called first.
+        """
         chunks = self._read(documents)
         added = {name: chunk.chunk_id for name, chunk in zip(ids, chunks, strict=True)}
         with self._changing:
@@ -82,7 +85,7 @@ class HeldTexts:
     ) -> None:
         """Remove the chunk-caches of these documents, except for texts that are known under other ids too.
 
-        Unknown ids are ignored. The documents `replaced_by` will be added under these ids, so their texts stay too. If
+        Ids need not be known. The documents `replaced_by` will be added under these ids, so their texts stay too. If
         the engine raises an error, the ids stay known.
         """
         leaving = frozenset(ids)

@@ -274,16 +274,13 @@ class Engine(AnswerEngine):
         """Answer greedily, and score the model against target tokens (teacher-forced).
 
         Up to the first token it runs the same steps as `stream`, so its TTFT is that of `stream`. It captures chunks
-        and counts uses of chunk-caches as `stream` does, but the answer is not counted in `request_counts`, logged,
-        traced or audited.
+        and counts uses of chunk-caches as `stream` without a session does, but the answer is not counted in
+        `request_counts`, logged, traced or audited.
 
         Args:
             target: token ids of a given answer, 1 to `max_new_tokens`; None = the greedy answer itself.
             question, chunks, config, history, tools: as for `stream`.
             max_new_tokens: longest answer, in tokens.
-
-        Returns:
-            The answer, and the logits, float32 `[target, vocabulary]`: row i predicts target token i.
         """
         if target is not None:
             target = listed("target", target)
@@ -445,10 +442,10 @@ class Engine(AnswerEngine):
         """Answer a prompt that is in segments already, such as one of `PromptBuilder.build`.
 
         Args:
-            prompt: the prompt; with the answer it fits the model's context.
+            prompt: the prompt, of this model's tokens; that it fits the context with its answer is not checked.
             started: time of `time.perf_counter` at which it was asked for; None: now.
 
-        Other arguments, result and errors as in `stream`, which also lays the prompt out.
+        Other arguments and the result are as in `stream`; a prompt that this call refuses is not counted.
         """
         self._home.require()
         check_kind("prompt", prompt, Prompt, advice="prompts.build makes one")

@@ -85,7 +85,7 @@ class ReuseTiming:
     def times(self, tokens: int, *, least_s: float = 0.0) -> Times | None:
         """Time a prompt of so many tokens with and without reuse, for `least_s` seconds at least.
 
-        None if it cannot be captured or reused.
+        None if it cannot be captured or reused, or the store takes nothing. What it captured is removed.
         """
         prompt, other = prompts_of(tokens, vocabulary=self.vocabulary)
         if not self._has_room(prompt):

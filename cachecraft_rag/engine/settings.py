@@ -327,7 +327,7 @@ class Settings:
         return self.entries[key].value
 
     def given(self) -> dict[str, object]:
-        """Return key → value of all settings from a flag, a variable or the file, also where they equal the default."""
+        """Return key → value of all settings from a flag, a variable or a file, also where they equal the default."""
         return {
             key: setting.value for key, setting in self.entries.items() if setting.origin != DEFAULT
         }

@@ -94,7 +94,7 @@ def is_trusted(file: Path, content: bytes) -> bool:
 
 
 def trust(file: Path, content: bytes) -> TrustRecord:
-    """Record that the user trusts this content of the file. Raises ConfigError if it cannot be recorded."""
+    """Record that the user trusts this content of the file, and no other. ConfigError if it cannot be recorded."""
     record = TrustRecord(_place(file), _digest(content))
     target = _record_file(record.file)
     written = json.dumps({"file": os.fsencode(record.file).hex(), "digest": record.digest})
@@ -122,7 +122,7 @@ def distrust(file: Path) -> bool:
 
 
 def trusted_files() -> Iterator[TrustRecord]:
-    """Yield what the user trusted, in the order of the paths. Raises ConfigError for a damaged record."""
+    """Yield what the user trusted, also if changed or missing now, sorted by path; ConfigError for a damaged record."""
     records = map(_read, sorted((config_folder() / "trusted").glob("*.json")))
     yield from sorted(records, key=lambda record: record.file)
 

@@ -152,7 +152,7 @@ def context_length_of(config: PretrainedConfig) -> int:
 
 
 def longrope_context(config: PretrainedConfig) -> int | None:
-    """Return the original context in tokens of a model with LongRoPE, the shortest of its layers; None for others."""
+    """Return the original context of a text config with LongRoPE, in tokens, the shortest of its layers; else None."""
     originals = [
         int(rope["original_max_position_embeddings"])  # type: ignore[call-overload]
         for rope in rope_parameters_of(config)
@@ -162,7 +162,7 @@ def longrope_context(config: PretrainedConfig) -> int | None:
 
 
 def rope_parameters_of(config: PretrainedConfig) -> list[Mapping[str, object]]:
-    """Return the parameters of the rotary embedding: one mapping, maybe empty, or one for each kind of layer."""
+    """Return a text config's parameters of the rotary embedding: one mapping, maybe empty, or one per kind of layer."""
     rope = getattr(config, "rope_parameters", None) or {}
     return [parameters for parameters in rope.values() if isinstance(parameters, dict)] or [rope]
 

@@ -215,7 +215,7 @@ class Decoder:
         """Load a model by Hugging Face name, folder, or `"demo"` for the embedded SmolLM2-135M-Instruct.
 
         Downloads what this disk lacks. Reads all weights once more for the fingerprint, and on a CPU measures the
-        fastest ways to attend, unless the user's cache folder has both.
+        fastest ways to attend, unless the user's cache folder has both. `load_checked` also checks its results.
 
         Args:
             name: Hugging Face name or folder, or "demo".

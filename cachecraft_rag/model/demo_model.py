@@ -35,7 +35,7 @@ class HandbookQuestion:
     """A question about the sample handbook.
 
     expect  regular expressions (case ignored), each found in a correct answer
-    page    the Markdown page that holds the fact
+    page    name of the Markdown page in `handbook_folder` that holds the fact
     """
 
     question: str

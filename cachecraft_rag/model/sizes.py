@@ -33,8 +33,9 @@ def cache_bytes(layout: KVLayout, tokens: int, codec: str = "raw") -> int:
 def layout_named(model: str, *, dtype: str = "auto") -> KVLayout:
     """Return the shape of a model's chunk-caches from its config alone; `model` as in `checkpoint.config_of`.
 
-    `dtype` is one of `DTYPES`, or "auto" for that of `Decoder.load`. No weights are read or downloaded, except for
-    "demo". Raises UnsupportedModelError if the config describes no key/value heads; otherwise the model is not checked.
+    `dtype` is one of `DTYPES`, or "auto" for that of `Decoder.load` on this machine. No weights are read or downloaded,
+    except for "demo". Raises UnsupportedModelError if the config describes no key/value heads; otherwise the model is
+    not checked.
     """
     if dtype not in ("auto", *DTYPES):
         raise ConfigError(f"unknown dtype {dtype!r}; choose one of auto, {', '.join(DTYPES)}")

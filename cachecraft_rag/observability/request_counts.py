@@ -18,9 +18,8 @@ TOTAL_BOUNDS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 class RequestCounts:
     """Requests, chunks, tokens and times of one engine, as Prometheus metrics in a separate registry.
 
-    Other parts of the engine add their metrics to the registry.
-
-    Any thread may call any method, but no finaliser may: they take locks.
+    All tenants count together. Other parts of the engine add their metrics to the registry. Any thread may call any
+    method, but no finaliser may: they take locks.
     """
 
     def __init__(self) -> None:

@@ -67,7 +67,7 @@ class JsonFormatter(logging.Formatter):
         """Return the record as one line of JSON, without a line end.
 
         The time is ISO 8601 in UTC. NaN and infinities become null, and values that JSON lacks become text. The field
-        "exception" holds an exception with its traceback. The record's `cachecraft` fields replace others.
+        "exception" holds an exception with its traceback. The record's `cachecraft` fields replace the others but this.
         """
         fields: dict[str, object] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(),

@@ -14,11 +14,11 @@ Finish = Literal["end", "length", "stop", "closed", "failed"]
 
 @dataclass(frozen=True, slots=True)
 class ChunkStats:
-    """Outcome of one chunk of the prompt.
+    """Outcome of one chunk, or found segment, of the prompt.
 
-    outcome      exact: after its origin prefix, from a lossless codec; reused: moved and partly recomputed, or after
-                 its origin prefix but from a lossy codec; computed: without a chunk-cache; trimmed: left out of the
-                 prompt; failed: the request failed before its first token
+    outcome      exact: after its origin prefix, from an exact capture and a lossless codec; reused: otherwise from a
+                 chunk-cache, mostly moved and partly recomputed; computed: without a chunk-cache; trimmed: left out of
+                 the prompt; failed: the request failed, or was closed, before its first token
     reason       sentence that says why tokens of it were computed or recomputed; empty if it was reused without that
     reason_code  the same as a `Reason`, whose docstring names the setting for each; the request log writes this code
                  as `reason`
@@ -79,7 +79,7 @@ class RequestStats:
     focus_layer        layer in which Algorithm 1 settled the focused chunks; None if it was off or never settled
     finish             "end": the model ended it; "length": at max_new_tokens; "stop": at a stop string; "closed": by
                        its reader; "failed": by an exception; None while it is still being written
-    chunks             outcome of each chunk, in prompt order
+    chunks             outcome of each chunk, in prompt order, then of those left out of it; until the plan only these
     remote             outcome of the remote look-up: "answered", "too slow", "failed", "left alone"; None without a
                        remote, or if it need not be asked
     request_id         names the request in logs

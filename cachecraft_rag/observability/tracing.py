@@ -249,7 +249,7 @@ class ServedTrace:
             return None
 
     def end(self, stats: RequestStats, error: str | None) -> None:
-        """Record the child spans of the request, which has ended, and end its own, once. Errors are logged.
+        """Record the child spans of the request, which has ended, and end its own. Call it once. Errors are logged.
 
         `error` is the name of the class of the exception that ended the request.
         """

@@ -158,13 +158,14 @@ class PromptBuilder:
     Args:
         tokenizer: a transformers tokenizer; without a chat template a plain layout is used.
         context_length: most tokens of prompt and answer together.
-        system: the instruction. It is in the system segment, so chunk-caches captured after another one do not match.
-        private_system: True if `system` holds one user's text; captures after it are then private to the session.
+        system: the instruction, in the system segment; chunk-caches captured after another one are never exact.
+        private_system: True if `system` or `tools` hold one user's text; captures after them are then private to the
+            session, and without one no chunk is captured.
         best_last: put the best chunk (chunks are given best first) last, directly before the question, where small
             models use it best: of 18 questions about the sample handbook 15 answers were right, 12 with the best chunk
             first.
         tools: tools that the model may call, see `tools`. The template writes them before the chunks, so they are part
-            of the instruction: chunk-caches captured after other tools do not match.
+            of the instruction.
         bare: write no words around the texts ("Context:", "Question:"), and no instruction if `system` is "": the
             layout of any other server, for applications that wrote the whole prompt.
         search_system: with `bare`, search the instruction for captured texts, for applications that put the context
@@ -265,8 +266,9 @@ class PromptBuilder:
     ) -> Prompt:
         """Return the prompt for a question: instruction, the chunks that fit, and one segment of history and question.
 
-        The history follows the chunks, so that no private text precedes a chunk, and every capture may be shared. If
-        `recognise` finds text, found segments and the text between them follow the instruction.
+        The history follows the chunks, so that it precedes none of them, and captures may be shared unless the
+        instruction is private. With `recognise`, found segments (see `segments_of`), if there are any, and the text
+        between them follow the instruction.
 
         If the context is too small, the lowest-ranked chunks are dropped and named in `Prompt.trimmed`. A chunk that
         would not fit even alone is dropped at any rank. Duplicates are kept once, at the rank of the first.

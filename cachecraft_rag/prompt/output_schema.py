@@ -141,7 +141,10 @@ class Constraints:
         self._grammar = lru_cache(_KEPT_GRAMMARS)(self._compiled)
 
     def json(self, schema: str) -> Constraint:
-        """Return a new constraint, for one answer, to JSON of a schema, a text. The last 64 grammars are kept."""
+        """Return a new constraint, for one answer, to compact JSON of a schema, a text. The last 64 grammars are kept.
+
+        An object with `properties` gets no others, unless it has `additionalProperties` or is combined with schemas.
+        """
         grammar = self._grammar(schema)
         import llguidance
 

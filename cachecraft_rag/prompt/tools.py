@@ -184,7 +184,7 @@ def _is_call(value: object) -> bool:
 
 
 def call_message(name: str, arguments: Mapping[str, object], number: int) -> dict[str, object]:
-    """Return a call in the form that templates take; its id is `number`, its place among all, in nine digits."""
+    """Return a call in the form that templates take; its id is `number`, unique in the conversation, in nine digits."""
     function = {"name": name, "arguments": dict(arguments)}
     return {"id": f"{number:09}", "type": "function", "function": function}
 

@@ -51,8 +51,9 @@ def segments_of(
 ) -> list[Segment] | None:
     """Divide the prompt after its instruction into segments, or return None if no segment is found in it.
 
-    Found segments are of kind "chunk", the text between and after them of kind "question" and private. Nothing is
-    found in the last 32 tokens of the last message, or if fewer than 256 tokens are searched.
+    Found segments, of kind "chunk", are captured texts and passages cut by their content, whether captured or not; the
+    text between and after them is of kind "question" and private. Nothing is found in the last 32 tokens of the last
+    message, or if fewer than 256 tokens are searched.
 
     Args:
         pieces: the pieces of the prompt in order. The last one that is searched ends the last message.

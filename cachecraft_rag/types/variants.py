@@ -80,7 +80,7 @@ class Variant:
     nbytes         bytes of the tensor, not encoded
     reuse_frequency  f_r of Cache-Craft §3.3: grows by 1 / max(CFO, 1/tokens) at each use
     created        time of the capture, in seconds since 1970
-    primed         True if it was captured by priming, after its neighbours in the document
+    primed         True if it was captured by priming, after its neighbours in the document or after similar chunks
     home           catalog in which a look-up found it: this store's, or that of a remote
     payload_facts  facts about its bytes from the look-up; no part of its identity
     """

@@ -1094,6 +1094,12 @@ def test_closing_the_engine_of_a_tenant_closes_the_engine(
     engine.close()
 
 
+def test_a_tenant_without_a_name_is_refused(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    with pytest.raises(ConfigError, match="namespace must be text with something in it"):
+        engine.for_tenant("")
+
+
 def test_what_one_tenant_removes_is_still_captured_for_another(
     make_engine: MakeEngine, store: ChunkCacheStore
 ) -> None:
