@@ -24,7 +24,7 @@ Opener = Callable[[str, int], int]  # as for Python's `open`
 
 
 class OutsideError(DocumentError):
-    """A file or folder is no longer where it may be read: the kind of its problem is `outside`."""
+    """Raised by an opener for a file or folder that may not be read; the kind of its problem is `outside`."""
 
 
 @dataclass(frozen=True, slots=True)

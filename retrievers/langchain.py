@@ -296,8 +296,9 @@ class CacheCraftVectorStore(Closeable, DocumentVectorStore):
     ) -> list[tuple[Document, float]]:
         """Return the `k` documents most similar to a question in its conversation, with their cosines, best first.
 
-        A follow-up's cosines are to the mean of two vectors: `query`, and the user's last two questions with it. Documents
-        that the turn before would retrieve are ranked as if their cosines were 0.02 higher; the cosines do not change. `history` has the turns before the question, (role, text) each; for `filter` see
+        A follow-up's cosines are to the mean of two vectors: `query`, and the user's last two questions with it.
+        Documents that the turn before would retrieve are ranked as if their cosines were 0.02 higher. `history` has the
+        turns before the question, (role, text) each. A long question and `filter` are as in
         `similarity_search_with_score`.
         """
         check_whole("k", k, least=1)
@@ -321,7 +322,8 @@ class CacheCraftVectorStore(Closeable, DocumentVectorStore):
         """Return the `k` most similar documents with their cosines, -1 to 1, best first.
 
         Of documents with the same text one is returned. The metadata also has the chunk id, under
-        `cachecraft_chunk_id`.
+        `cachecraft_chunk_id`. With `CacheCraftEmbeddings` a question that is too long for the model is searched for
+        part by part, and a document's cosine is that of its best part.
 
         Args:
             k: most documents, at least 1.
@@ -356,10 +358,7 @@ class CacheCraftVectorStore(Closeable, DocumentVectorStore):
         filter: Filter | None = None,
         **kwargs: object,
     ) -> list[Document]:
-        """Do the same as `max_marginal_relevance_search` for a vector; other options are refused.
-
-        There are at most `fetch_k` documents.
-        """
+        """Do the same as `max_marginal_relevance_search` for a vector; return at most `fetch_k` documents."""
         check_names(kwargs, ("fetch_k", "filter", "k", "lambda_mult"))
         check_whole("k", k, least=1)
         check_whole("fetch_k", fetch_k, least=1)

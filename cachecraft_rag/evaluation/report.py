@@ -233,7 +233,7 @@ class Report:
         return ("method", *(measure.heading for measure in ANSWER_MEASURES))
 
     def rows(self, *, intervals: bool) -> list[tuple[str, ...]]:
-        """Return one row per method: its label, then cells for `headings`; with `intervals` or just mean or count."""
+        """Return one row per label, in order: the label, then cells for `headings`; `intervals` adds the intervals."""
         return self._rows(self.measures, intervals=intervals)
 
     def answer_rows(self, *, intervals: bool) -> list[tuple[str, ...]]:
