@@ -62,7 +62,7 @@ def list_files(
     Names that begin with a dot are skipped silently; other kinds of file, and what cannot be opened, are problems. A
     link is followed if it leads to a place in the folder, or with `follow_links`; otherwise it is a problem. Each
     folder is entered once, under its own name rather than a link's, so loops end. An `opener` opens folders instead of
-    their names; those that it refuses with OutsideError are problems. A `doc_id` is the POSIX path below `path`, "" for
+    their names; those that it refuses (DocumentError) are problems. A `doc_id` is the POSIX path below `path`, "" for
     `path` itself, and the name of a single file. Raises DocumentError as `require_readable`.
     """
     root = Path(path)
@@ -122,6 +122,9 @@ def _walk(
             continue
         except OutsideError as error:
             yield Problem(below, "outside", str(error))
+            continue
+        except DocumentError as error:  # of an opener
+            yield Problem(below, "inaccessible", str(error))
             continue
         for name in names:
             if name.startswith("."):
