@@ -107,11 +107,11 @@ def index_folder(
 
     A doc_id is the folder's name (with a number if another folder has it), "/" and the path below it: `docs/kettle.md`.
     A path inside a folder that was indexed before belongs to that folder; a folder around earlier ones replaces their
-    documents by its own. Documents of the folder are removed if their file is gone, leads out of the folder or can no
-    longer be parsed, and stay if it cannot be opened; other documents stay, and for a single file none of another file
-    is removed. Files are parsed only if they, the reader, the splitter or the limit of tokens changed. A file that was
-    indexed twice, for a folder and for one around it, keeps one document, named as in this run. Each document is one
-    transaction: the next run completes one that was killed or ended by an error.
+    documents by its own. Documents of the folder (or file) are removed if their file is gone, leads out of the folder
+    or can no longer be parsed, and stay if it cannot be opened or your reader fails; other documents stay. Files are
+    parsed only if they, the reader, the splitter or the limit of tokens changed. A file that was indexed twice, for a
+    folder and for one around it, keeps one document, named as in this run. Each document is one transaction: the next
+    run completes one that was killed or ended by an error.
 
     Args:
         progress: called after each file and after each batch of embeddings; `done` and `total` count files. Its errors
@@ -148,7 +148,7 @@ def index_folder(
         for file in listing.files:
             run.file(SourceFile(file.path, place.doc_id(file.doc_id)), root=place.root)
     run.flush()
-    run.remove_vanished(place, is_folder=Path(path).is_dir())
+    run.remove_vanished(place)
     return run.report()
 
 
@@ -443,11 +443,11 @@ class _Run:
             (self.updated if document.doc_id in self.stored else self.added).append(document.doc_id)
         self.waiting = []
 
-    def remove_vanished(self, place: _Place, *, is_folder: bool) -> None:
+    def remove_vanished(self, place: _Place) -> None:
         """Remove the documents of this place whose files were not seen; unopenable files count as seen.
 
         Documents that were read from a file of this place for another root are removed too, so that no file has two
-        documents. For a single file only these are removed, and only once it was read.
+        documents.
         """
         seen = {*self.added, *self.updated, *self.unchanged}
         kept = [problem.doc_id for problem in self.problems if problem.kind == "inaccessible"]
@@ -455,7 +455,7 @@ class _Run:
             if document.doc_id in seen or not place.covers(document):
                 continue
             name = place.name_of(document)
-            if (is_folder and not _is_below(name, kept)) or name in seen:
+            if not _is_below(name, kept) or name in seen:
                 self._note(self.store.delete_document(document.doc_id))
                 self.removed.append(document.doc_id)
 

@@ -330,6 +330,16 @@ def test_a_file_that_was_emptied_loses_its_chunks(
     assert not any("Kettle" in text for text in found(store, embedder, "kettle"))
 
 
+def test_a_single_file_that_was_emptied_loses_its_chunks(
+    folder: Path, store: FaissStore, embedder: Embedder
+):
+    index_folder(folder, store, embedder)
+    write(folder, "kettle.md", "")
+    report = index_folder(folder / "kettle.md", store, embedder)
+    assert (report.removed, report.problems[0].kind) == (("docs/kettle.md",), "unreadable")
+    assert doc_ids(store) == ["docs/more/grinder.txt", "docs/toaster.md"]
+
+
 def test_a_folder_that_an_opener_refuses_keeps_its_chunks(
     folder: Path, store: FaissStore, embedder: Embedder
 ):
