@@ -103,15 +103,15 @@ def index_folder(
     reader: Mapping[str, object] | object | None = None,
     splitter: object | None = None,
 ) -> IndexReport:
-    """Add, update and remove documents until the index matches the folder; a single file is added or updated.
+    """Add, update and remove documents until the index matches the folder, or the single file.
 
     A doc_id is the folder's name (with a number if another folder has it), "/" and the path below it: `docs/kettle.md`.
     A path inside a folder that was indexed before belongs to that folder; a folder around earlier ones replaces their
     documents by its own. Documents of the folder (or file) are removed if their file is gone, leads out of the folder
-    or can no longer be parsed, and stay if it cannot be opened or your reader fails; other documents stay. Files are
-    parsed only if they, the reader, the splitter or the limit of tokens changed. A file that was indexed twice, for a
-    folder and for one around it, keeps one document, named as in this run. Each document is one transaction: the next
-    run completes one that was killed or ended by an error.
+    or can no longer be parsed, and stay if it cannot be opened or your reader or splitter fails; other documents stay.
+    Files are parsed only if they, the reader, the splitter or the limit of tokens changed. A file that was indexed
+    twice, for a folder and for one around it, keeps one document, named as in this run. Each document is one
+    transaction: the next run completes one that was killed or ended by an error.
 
     Args:
         progress: called after each file and after each batch of embeddings; `done` and `total` count files. Its errors
@@ -165,8 +165,9 @@ def index_documents(
     """Add documents that are in memory to the index, or update them; none is removed. Their doc_ids are used unchanged.
 
     Of several documents with the same doc_id the last one stays. A document without text is added without chunks; one
-    that cannot be split is a problem in the report. Documents that were written before an error stay; those that waited
-    to be embedded together are lost. The other arguments are as in `index_folder`; `progress` counts documents.
+    that cannot be split, or whose splitter fails, is `unreadable` in the report. Documents that were written before an
+    error stay; those that waited to be embedded together are lost. The other arguments are as in `index_folder`, but
+    `progress` counts documents.
 
     Raises ConfigError for an item that is no `Document` that the index can keep, before anything is written;
     DocumentError if a doc_id belongs to an indexed file; and IndexStoreError if the index was made with another

@@ -181,7 +181,7 @@ class CacheCraftVectorStore(Closeable, DocumentVectorStore):
         caches: Caches | None = None,
         **kwargs: object,
     ) -> Self:
-        """Open the index in `folder`, or make it, and add texts to what it holds; return the vector store.
+        """Open or make the index in `folder` (default `chunk-caches/index`), add texts to it, and return the store.
 
         `close` of the result closes the index. After an error it is closed at once, and texts that were added before
         the error stay. `from_documents` takes the same options. Texts, `metadatas`, `ids` and `kwargs` are as in
@@ -329,8 +329,8 @@ class CacheCraftVectorStore(Closeable, DocumentVectorStore):
             k: most documents, at least 1.
             filter: values that the metadata must have, or comparisons of its scalar values (`{"page": {"$in": [1,
                 2]}}`: `$eq`, `$ne`, `$in`, `$nin`, `$gt`, `$gte`, `$lt`, `$lte`, and `$and`, `$or` over filters), or a
-                predicate on the metadata. It is applied before the search, so there are always `k` hits if `k`
-                documents with different texts pass.
+                predicate on the metadata as it was added. It is applied before the search, so there are always `k` hits
+                if `k` documents with different texts pass.
         """
         check_names(kwargs, ("filter", "k"))
         return self.conversation_search(query, (), k, filter=filter)

@@ -178,7 +178,7 @@ class Origins:
     def after(self, question: EvaluationQuestion) -> None:
         """With captures left to the questions (else do nothing), ask this one with the default settings, which capture.
 
-        Called after every question, also those of the warm-up and those that an earlier run has measured. The answer
+        Call it after every question, also those of the warm-up and those that an earlier run has measured. The answer
         ends with its first piece, and its captures are waited for without limit.
         """
         if not self.condition.is_stream:
