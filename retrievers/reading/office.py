@@ -247,7 +247,7 @@ def _list_and_level(properties: Any) -> tuple[str, int] | None:
 
 
 def pptx_to_markdown(data: bytes) -> Reading:
-    """Return each slide's title as a heading, and its texts, tables and notes; `losses` names hidden slides."""
+    """Return each visible slide's title as a heading, its texts, tables and notes; `losses` names hidden slides."""
     from pptx import Presentation
 
     losses = _left_out(data)
