@@ -24,7 +24,7 @@ Opener = Callable[[str, int], int]  # as for Python's `open`
 
 
 class OutsideError(DocumentError):
-    """A file or folder is no longer where it may be read: the kind of its problem is `outside`."""
+    """Raised by an opener for a file or folder that may not be read; the kind of its problem is `outside`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +32,9 @@ class Problem:
     """A file or folder that gave no document, or not all of it, and the reason.
 
     kind  `incomplete`: its document lacks something; `unsupported`: not a kind of file that is read; `inaccessible`: it
-          cannot be opened, or a reader of the user's own failed, so nothing is known of its content; `unreadable`: its
-          content was seen and gives no text; `outside`: it leads out of the folder, or was replaced by something that
-          may, and was not read
+          cannot be opened, or a reader or splitter of the user's own failed, so an earlier reading of it stays;
+          `unreadable`: its content was seen and gives no text, or cannot be split; `outside`: it leads out of the
+          folder, or was replaced by something that may, and was not read
     """
 
     doc_id: str
@@ -62,7 +62,7 @@ def list_files(
     Names that begin with a dot are skipped silently; other kinds of file, and what cannot be opened, are problems. A
     link is followed if it leads to a place in the folder, or with `follow_links`; otherwise it is a problem. Each
     folder is entered once, under its own name rather than a link's, so loops end. An `opener` opens folders instead of
-    their names; those that it refuses with OutsideError are problems. A `doc_id` is the POSIX path below `path`, "" for
+    their names; those that it refuses (DocumentError) are problems. A `doc_id` is the POSIX path below `path`, "" for
     `path` itself, and the name of a single file. Raises DocumentError as `require_readable`.
     """
     root = Path(path)
@@ -122,6 +122,9 @@ def _walk(
             continue
         except OutsideError as error:
             yield Problem(below, "outside", str(error))
+            continue
+        except DocumentError as error:  # of an opener
+            yield Problem(below, "inaccessible", str(error))
             continue
         for name in names:
             if name.startswith("."):

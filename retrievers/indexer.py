@@ -103,14 +103,14 @@ def index_folder(
     reader: Mapping[str, object] | object | None = None,
     splitter: object | None = None,
 ) -> IndexReport:
-    """Add, update and remove documents until the index matches the folder; a single file is added or updated.
+    """Add, update and remove documents until the index matches the folder, or the single file.
 
     A doc_id is the folder's name (with a number if another folder has it), "/" and the path below it: `docs/kettle.md`.
     A path inside a folder that was indexed before belongs to that folder; a folder around earlier ones replaces their
-    documents by its own. Documents of the folder are removed if their file is gone, leads out of the folder or can no
-    longer be parsed, and stay if it cannot be opened; other documents stay, and for a single file none of another file
-    is removed. Files are parsed only if they, the reader, the splitter or the limit of tokens changed. A file that was
-    indexed twice, for a folder and for one around it, keeps one document, named as in this run. Each document is one
+    documents by its own. Documents of the folder (or file) are removed if their file is gone, leads out of the folder
+    or can no longer be parsed, and stay if it cannot be opened or your reader or splitter fails; other documents stay.
+    Files are parsed only if they, the reader, the splitter or the limit of tokens changed. A file that was indexed
+    twice, for a folder and for one around it, keeps one document, named as in this run. Each document is one
     transaction: the next run completes one that was killed or ended by an error.
 
     Args:
@@ -148,7 +148,7 @@ def index_folder(
         for file in listing.files:
             run.file(SourceFile(file.path, place.doc_id(file.doc_id)), root=place.root)
     run.flush()
-    run.remove_vanished(place, is_folder=Path(path).is_dir())
+    run.remove_vanished(place)
     return run.report()
 
 
@@ -165,8 +165,9 @@ def index_documents(
     """Add documents that are in memory to the index, or update them; none is removed. Their doc_ids are used unchanged.
 
     Of several documents with the same doc_id the last one stays. A document without text is added without chunks; one
-    that cannot be split is a problem in the report. Documents that were written before an error stay; those that waited
-    to be embedded together are lost. The other arguments are as in `index_folder`; `progress` counts documents.
+    that cannot be split, or whose splitter fails, is `unreadable` in the report. Documents that were written before an
+    error stay; those that waited to be embedded together are lost. The other arguments are as in `index_folder`, but
+    `progress` counts documents.
 
     Raises ConfigError for an item that is no `Document` that the index can keep, before anything is written;
     DocumentError if a doc_id belongs to an indexed file; and IndexStoreError if the index was made with another
@@ -443,11 +444,11 @@ class _Run:
             (self.updated if document.doc_id in self.stored else self.added).append(document.doc_id)
         self.waiting = []
 
-    def remove_vanished(self, place: _Place, *, is_folder: bool) -> None:
+    def remove_vanished(self, place: _Place) -> None:
         """Remove the documents of this place whose files were not seen; unopenable files count as seen.
 
         Documents that were read from a file of this place for another root are removed too, so that no file has two
-        documents. For a single file only these are removed, and only once it was read.
+        documents.
         """
         seen = {*self.added, *self.updated, *self.unchanged}
         kept = [problem.doc_id for problem in self.problems if problem.kind == "inaccessible"]
@@ -455,7 +456,7 @@ class _Run:
             if document.doc_id in seen or not place.covers(document):
                 continue
             name = place.name_of(document)
-            if (is_folder and not _is_below(name, kept)) or name in seen:
+            if not _is_below(name, kept) or name in seen:
                 self._note(self.store.delete_document(document.doc_id))
                 self.removed.append(document.doc_id)
 

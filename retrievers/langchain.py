@@ -181,7 +181,7 @@ class CacheCraftVectorStore(Closeable, DocumentVectorStore):
         caches: Caches | None = None,
         **kwargs: object,
     ) -> Self:
-        """Open the index in `folder`, or make it, and add texts to what it holds; return the vector store.
+        """Open or make the index in `folder` (default `chunk-caches/index`), add texts to it, and return the store.
 
         `close` of the result closes the index. After an error it is closed at once, and texts that were added before
         the error stay. `from_documents` takes the same options. Texts, `metadatas`, `ids` and `kwargs` are as in
@@ -297,8 +297,8 @@ class CacheCraftVectorStore(Closeable, DocumentVectorStore):
         """Return the `k` documents most similar to a question in its conversation, with their cosines, best first.
 
         A follow-up's cosines are to the mean of two vectors: `query`, and the user's last two questions with it.
-        Documents that the turn before would retrieve are ranked as if their cosines were 0.02 higher; the cosines do
-        not change. `history` has the turns before the question, (role, text) each; for `filter` see
+        Documents that the turn before would retrieve are ranked as if their cosines were 0.02 higher. `history` has the
+        turns before the question, (role, text) each. A long question and `filter` are as in
         `similarity_search_with_score`.
         """
         check_whole("k", k, least=1)
@@ -322,14 +322,15 @@ class CacheCraftVectorStore(Closeable, DocumentVectorStore):
         """Return the `k` most similar documents with their cosines, -1 to 1, best first.
 
         Of documents with the same text one is returned. The metadata also has the chunk id, under
-        `cachecraft_chunk_id`.
+        `cachecraft_chunk_id`. With `CacheCraftEmbeddings` a question that is too long for the model is searched for
+        part by part, and a document's cosine is that of its best part.
 
         Args:
             k: most documents, at least 1.
             filter: values that the metadata must have, or comparisons of its scalar values (`{"page": {"$in": [1,
                 2]}}`: `$eq`, `$ne`, `$in`, `$nin`, `$gt`, `$gte`, `$lt`, `$lte`, and `$and`, `$or` over filters), or a
-                predicate on the metadata. It is applied before the search, so there are always `k` hits if `k`
-                documents with different texts pass.
+                predicate on the metadata as it was added. It is applied before the search, so there are always `k` hits
+                if `k` documents with different texts pass.
         """
         check_names(kwargs, ("filter", "k"))
         return self.conversation_search(query, (), k, filter=filter)
@@ -357,10 +358,7 @@ class CacheCraftVectorStore(Closeable, DocumentVectorStore):
         filter: Filter | None = None,
         **kwargs: object,
     ) -> list[Document]:
-        """Do the same as `max_marginal_relevance_search` for a vector; other options are refused.
-
-        There are at most `fetch_k` documents.
-        """
+        """Do the same as `max_marginal_relevance_search` for a vector; return at most `fetch_k` documents."""
         check_names(kwargs, ("fetch_k", "filter", "k", "lambda_mult"))
         check_whole("k", k, least=1)
         check_whole("fetch_k", fetch_k, least=1)

@@ -88,6 +88,7 @@ class CacheCraftEmbedding(BaseEmbedding):
 
     Args:
         model: an `Embedder`, or its `model` argument.
+        settings: LlamaIndex's own, such as `embed_batch_size`.
 
     A setting with an invalid value raises pydantic's ValidationError, a ValueError.
     """
@@ -146,17 +147,18 @@ class CacheCraftEmbedding(BaseEmbedding):
 class CacheCraftVectorStore(BasePydanticVectorStore, Closeable):
     """A LlamaIndex vector store in a folder: adding is idempotent by node id, filters are applied before the search.
 
-    Every change is on disk when the call returns; `persist` only makes the next start faster. Scores are cosines. If
-    several nodes have equal text, a search returns one of them, because a prompt has no use for a second. Before the
-    first `add` to a new folder there is no index: nothing is found, and deleting does nothing.
+    Every change is on disk when the call returns; `persist` only makes the next start faster. Of nodes with equal text
+    a search returns one. A node without `ref_doc_id` is a document under its node id. Before the first `add` to a new
+    folder there is no index: nothing is found, and deleting does nothing.
 
     Args:
         folder: of the index, made at the first `add`; the command line finds it too if it is `index` inside a store
             folder. Or a `FaissStore` of your own (`rag.index`), which you close yourself.
         caches: a chunk-cache store (`engine.store`); deleting from the index then also deletes there.
         embedding: the model that makes the vectors: a `CacheCraftEmbedding`, or the fingerprint of its `embedder`.
-            Another one is then refused, and `CacheCraft` and the command line can open the index. Without it only the
-            width of the vectors is checked, and they cannot, because LlamaIndex does not say which model it uses.
+            A folder whose index has another one is then refused, and `CacheCraft` and the command line can open the
+            index. Without it only the width of the vectors is checked, and they cannot, because LlamaIndex does not say
+            which model it uses. Not compared with a `FaissStore` of your own.
     """
 
     stores_text: bool = True
@@ -200,7 +202,7 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closeable):
     def from_dict(cls, data: dict[str, Any], **kwargs: Any) -> CacheCraftVectorStore:
         """Return a store over the folder of a `to_dict` or a pickle, which is opened if it holds an index.
 
-        `kwargs` are arguments of the class; `caches` is not kept and may be given.
+        Its `close` closes the index. `kwargs` are arguments of the class; `caches` is not kept and may be given.
         """
         constants = ("class_name", "stores_text", "is_embedding_query")
         return cls(
@@ -322,9 +324,9 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closeable):
 
         Args:
             query: LlamaIndex's query; its filters may be nested.
-            kwargs: for `mmr`: `mmr_threshold` (1: only near the query, 0: only unlike each other; default: that of the
-                query, else 0.5), and `mmr_prefetch_k`, the number of nodes to choose from (default: four times as many
-                as asked for).
+            kwargs: for `mmr`: `mmr_threshold`, unless the query has one (1: only near the query, 0: only unlike each
+                other; default 0.5), and `mmr_prefetch_k`, the number of nodes to choose from (default: four times as
+                many as asked for).
         """
         check_names(kwargs, ("mmr_prefetch_k", "mmr_threshold"))
         if query.mode not in (VectorStoreQueryMode.DEFAULT, VectorStoreQueryMode.MMR):

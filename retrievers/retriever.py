@@ -55,9 +55,9 @@ class Retriever:
             question: the question; a blank one is searched for too, and finds what happens to be near.
             top_k: most chunks, at least 1.
             where: filters them, see `FaissStore.search`.
-            history: the conversation before the question, user first. The question is then searched for together with
-                the questions before it (`search_texts`), and chunks that the turn before would retrieve are ranked as
-                if their scores were 0.02 higher, because their chunk-caches exist.
+            history: the conversation before the question, user first. Scores are then cosines to the mean of two
+                vectors, the question and it with the questions before (`search_texts`), and chunks that the turn before
+                would retrieve are ranked as if their scores were 0.02 higher, because their chunk-caches exist.
         """
         check_text("question", question, damaged=True)
         check_whole("top_k", top_k, least=1)
@@ -83,7 +83,7 @@ class Retriever:
         return self.index.documents()
 
     def remove_documents(self, names: Iterable[str]) -> RemovalReport:
-        """Remove documents by `doc_id`, or all below `docs/`, and chunk-caches, not files; see `index.removal`."""
+        """Remove documents by `doc_id`, or all below `docs/`, and their chunk-caches, no files; see `index.removal`."""
         return remove_documents(self.index, names, caches=self.caches)
 
 

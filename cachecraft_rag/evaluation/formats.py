@@ -57,7 +57,7 @@ class QuestionFile:
 
 
 class SourceBuilder:
-    """Collects the documents of a file; a passage that several questions share is kept once."""
+    """Collects the documents and questions of a file; each document has a text only once."""
 
     def __init__(self) -> None:
         # name → its number, and each text's place

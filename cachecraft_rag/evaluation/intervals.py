@@ -21,7 +21,7 @@ _DRAWS_AT_ONCE = 4_000_000  # 32 MB of random numbers
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """The mean over all questions, and the ends of the interval that a fraction `level` of its resamples fall into."""
+    """A mean, ratio or share over all questions, and the ends of its interval (of resamples, or Wilson's)."""
 
     mean: float
     low: float

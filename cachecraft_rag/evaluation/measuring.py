@@ -168,8 +168,8 @@ class Record:
     f1, reference_f1    of the method's answer and of full prefill's against the gold answers; None if there are none
     ttft_s              seconds to the first token, with the method's preparation and a selector's probes
     reference_ttft_s    the same of full prefill
-    recomputed          chunk tokens recomputed or computed / all chunk tokens of the prompt;
-                        0 without chunk tokens
+    recomputed          chunk tokens recomputed or computed / all chunk tokens of full prefill's prompt, which
+                        `Method.prepare` has not shortened; 0 without chunk tokens
     text                the method's answer
     """
 
@@ -233,7 +233,7 @@ def reference_of(engine: Engine, question: EvaluationQuestion, *, answer_tokens:
 def measure(engine: Engine, reference: Reference, trial: Trial) -> Record:
     """Answer with one method over the store as it is, and compare with the reference of the same engine.
 
-    Uses of chunk-caches are counted; chunks are captured only if the method says so, and `METHODS` do not.
+    The store counts the uses of chunk-caches; chunks are captured only if the method says so, and `METHODS` do not.
     """
     question = reference.question
     full = reference.answer

@@ -139,7 +139,8 @@ class Origins:
 
         Chunks that are stored already are not captured again. With the origin "documents", the documents of the
         passages are primed, each once; chunks that do not fit a pass are left out, and chunk-caches that no question of
-        the data set asks for are removed.
+        the data set asks for are removed. With the others such a chunk raises ContextLengthError, and "unrelated"
+        raises ConfigError if there is only one document.
         """
         if self.condition.primes_documents:
             for chunk in question.passages:
@@ -177,7 +178,7 @@ class Origins:
     def after(self, question: EvaluationQuestion) -> None:
         """With captures left to the questions (else do nothing), ask this one with the default settings, which capture.
 
-        Called after every question, also those of the warm-up and those that an earlier run has measured. The answer
+        Call it after every question, also those of the warm-up and those that an earlier run has measured. The answer
         ends with its first piece, and its captures are waited for without limit.
         """
         if not self.condition.is_stream:

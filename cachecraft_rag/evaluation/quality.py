@@ -64,13 +64,13 @@ class PositionGroup:
 
 @dataclass(frozen=True, slots=True)
 class QualityReport:
-    """The audits of a store, summed up. Answers whose chunks were all exact are counted, and are in no group.
+    """The audits of a store, summed up. Exact answers are counted, and are in no group.
 
-    exact            answers whose chunks were all exact, so that nothing was compared
+    exact            answers with `Audit.exact`: no chunk was reused inexactly, so that nothing was compared
     overall          all answers that were compared; None if there are none
-    by_origin        by how their chunks were captured: primed, asked (while answering), or mixed
+    by_origin        by how their chunks were captured: primed, asked (while answering), mixed, or none (none was read)
     by_selector      by how the recomputed tokens were chosen
-    by_recomputed    by the share of reused tokens that was recomputed
+    by_recomputed    by the share of the reused chunks' tokens that was recomputed
     by_termination   with and without early termination
     by_position      by the token's place in its answer
     computed_tokens  tokens that were computed for the audits

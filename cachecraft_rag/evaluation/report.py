@@ -233,7 +233,7 @@ class Report:
         return ("method", *(measure.heading for measure in ANSWER_MEASURES))
 
     def rows(self, *, intervals: bool) -> list[tuple[str, ...]]:
-        """Return one row per method: its label, then cells for `headings`; with `intervals` or just mean or count."""
+        """Return one row per label: it, then cells for `headings`, without `intervals` only the mean or "4 of 32"."""
         return self._rows(self.measures, intervals=intervals)
 
     def answer_rows(self, *, intervals: bool) -> list[tuple[str, ...]]:

@@ -142,9 +142,9 @@ def open_engine(
 def scratch_folder(folder: Path) -> Iterator[Path]:
     """Make a folder inside `folder` for the block, which gets its path; it is removed afterwards.
 
-    `folder` is made if it is missing, and stays; ConfigError if it cannot be written. Folders that killed processes of
-    this machine left there are removed too. In the main thread SIGTERM and SIGHUP raise SystemExit within the block,
-    with the exit codes 143 and 129, unless the program handles or ignores them.
+    `folder` is made if it is missing, and stays; ConfigError if it cannot be written. Folders there of processes that
+    do not run on this machine are removed too, so machines must not share it. In the main thread SIGTERM and SIGHUP
+    raise SystemExit within the block, with the exit codes 143 and 129, unless the program handles or ignores them.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -203,13 +203,11 @@ def evaluate(
 ) -> list[Record]:
     """Measure every question with every trial, except for the measurements in the log; return the log's `records`.
 
-    Each measurement is appended to the log at once.
-
     Args:
         engine: from `open_engine`, with an empty store. Every run captures its chunk-caches; with the origin "stream"
             also those of questions that an earlier run has measured.
         settings: what is measured, and how chunks are captured.
-        log: the open log, made with `settings.describe(engine, dataset)`.
+        log: the open log, made with `settings.describe(engine, dataset)`; it stays open.
         progress: called with the number of measurements so far and in all, and what is done now.
     """
     measured = settings.measured(dataset)
@@ -241,7 +239,7 @@ class Run:
 
     Attributes:
         total: the number of measurements, for `progress`; 0 until the caller sets it.
-        origins: brings the store into the state that the origin condition asks for.
+        origins: brings the store into the condition's state; `ask` calls its `before`, the caller calls its `after`.
     """
 
     def __init__(

@@ -99,10 +99,9 @@ class FaissStore(Closeable):
 
     Open it with `FaissStore.open`, close it with `close` or a `with` block. Every change is one transaction: it happens
     as a whole or not at all. `dim` is the width of the vectors, `embedder` the fingerprint of the model that made them.
+    A chunk's first owner is that by `doc_id` and position. A place may have a key, the caller's name for it (`add`).
 
-    Every method except `close` raises `IndexStoreError` once the store is closed, or if its database cannot be read or,
-    for a change, written, and `ForkError` in a fork of the process that opened the store. `save` does nothing for a
-    folder that was deleted or cannot be written.
+    Every method except `close` raises `IndexStoreError` if the database cannot be read or, for a change, written.
     """
 
     def __init__(self, folder: Path, db: Database, settings: Mapping[str, str]) -> None:
@@ -314,8 +313,8 @@ class FaissStore(Closeable):
     ) -> list[SearchHit]:
         """Return the `k` most similar chunks, or as many as there are; by falling score, equal scores by chunk id.
 
-        A hit carries the metadata of the chunk's first owner, by doc_id and position. Each search brings the index in
-        memory up to date with the database; the first one of a process reads the index file.
+        A hit carries the metadata of the chunk's first owner. Each search brings the index in memory up to date with
+        the database; the first one after `open` reads the index file, or makes the index again.
 
         Args:
             vector: `[dim]`, of unit length for cosine scores; IndexStoreError as for `upsert`. Or a NumPy array of
@@ -355,7 +354,7 @@ class FaissStore(Closeable):
     def get(self, chunk_ids: Iterable[str]) -> list[Chunk]:
         """Return the chunks of these ids, in this order, with the metadata of their first owner.
 
-        The first owner is that by doc_id and position. Raises IndexStoreError if one of them is not in the store.
+        Raises IndexStoreError if one of them is not in the store.
         """
         chunk_ids = listed("chunk_ids", chunk_ids)
         with self._opened().snapshot() as db:
@@ -489,8 +488,7 @@ class FaissStore(Closeable):
     def close(self) -> None:
         """Close the database; first write the index file, as in `save`, if a search or `save` has loaded the index.
 
-        Raises nothing: a database that cannot be read leaves the file as it was, with a warning in the log. In a fork
-        it does nothing.
+        Raises nothing: a database that cannot be read leaves the file as it was, with a warning in the log.
         """
         if not self._home.here:  # a fork of its process: the files are that one's
             return

@@ -28,9 +28,9 @@ logger = logging.getLogger("cachecraft_rag.retrievers.index.removal")
 
 @dataclass(frozen=True, slots=True)
 class RemovalReport:
-    """Documents removed by doc_id, chunks left without any document, and the chunk-caches deleted with those chunks.
+    """Documents removed by doc_id, chunks left without any document, and the number of chunk-caches deleted.
 
-    `nbytes` is the disk space of the chunk-caches.
+    These are all that `evict_removed` deleted, also for earlier removals; `nbytes` is their disk space.
     """
 
     documents: tuple[str, ...]
@@ -42,14 +42,14 @@ class RemovalReport:
 def remove_documents(
     index: FaissStore, names: Iterable[str], *, caches: Caches | None = None
 ) -> RemovalReport:
-    """Remove documents by `doc_id`, or all below a folder by its label and a slash (`docs/`).
+    """Remove documents by `doc_id`, or all whose `doc_id` begins with a name that ends in a slash (`docs/`).
 
     A chunk that another document has too stays, with its chunk-caches. Each document is one transaction: if the index
     fails, those before it stay removed. Chunk-caches that could not be deleted, now or by an earlier call, are deleted
     by the next call; without `caches` they are left alone.
 
-    Raises DocumentError for a name that no document has; nothing was removed then. After a StoreError or ServerError
-    the documents were removed, but not their chunk-caches.
+    Raises DocumentError for a name that no document has; no document was removed then. After a StoreError or
+    ServerError the documents of known names were removed, but not their chunk-caches.
     """
     known = [document.doc_id for document in index.documents()]
     chosen: dict[str, None] = {}
@@ -130,7 +130,7 @@ class Evictions:
     """Deletion of the chunk-caches of chunks that left an index and did not come back.
 
     A framework replaces a document by deleting it and adding its new nodes. Chunks that are in both keep their
-    chunk-caches, because those of a deletion are deleted with the next addition, after `grace_s`, or at `close`.
+    chunk-caches, because those of a deletion are deleted with the next addition, after `grace_s`, or by `finish`.
     """
 
     def __init__(self, caches: Caches | None, *, grace_s: float = GRACE_S) -> None:

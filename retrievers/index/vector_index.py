@@ -40,7 +40,7 @@ logger = logging.getLogger("cachecraft_rag.retrievers.index.vector_index")
 class VectorIndex:
     """Vectors under int64 numbers. Not thread safe.
 
-    `stamp` is the random name of the state of the database that they mirror.
+    `stamp` is the random name of the state of the database that they mirror, set by the caller; "" in a new one.
     """
 
     def __init__(self, dim: int) -> None:

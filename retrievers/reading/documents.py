@@ -52,7 +52,7 @@ _DECLARATION = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """A file to read, and the `doc_id` of its document: the POSIX path below the folder that was listed."""
+    """A file to read, and the `doc_id` of its document; from `list_files`, its POSIX path below the folder."""
 
     path: Path
     doc_id: str

@@ -247,7 +247,7 @@ def _list_and_level(properties: Any) -> tuple[str, int] | None:
 
 
 def pptx_to_markdown(data: bytes) -> Reading:
-    """Return a heading for each slide that is shown with its texts, tables and notes; see `docx_to_markdown`."""
+    """Return each visible slide's title as a heading, its texts, tables and notes; `losses` names hidden slides."""
     from pptx import Presentation
 
     losses = _left_out(data)
@@ -286,7 +286,7 @@ def _shape_html(shape: Any) -> str:
 def xlsx_to_markdown(data: bytes) -> Reading:
     """Return a heading for each visible sheet and its rows as paragraphs of `column: value` lines.
 
-    The first row names the columns (`rows_to_text`). Formulas give the values that were saved with them.
+    The first row names the columns (`rows_to_text`). Formulas give their saved values. `losses` names hidden sheets.
     """
     from python_calamine import CalamineWorkbook, SheetTypeEnum, SheetVisibleEnum
 
@@ -318,7 +318,7 @@ def _cell_text(value: object) -> str:
 
 
 def epub_to_markdown(data: bytes) -> Reading:
-    """Return the chapters of a book in their order, and its title; see `docx_to_markdown`.
+    """Return the chapters of a book in their order, and its title; `losses` names those missing in the file.
 
     EPUB is a ZIP archive of web pages: ebooklib, the usual package, has a licence (AGPL) that this one cannot take on.
     """

@@ -1,3 +1,4 @@
+import os
 import shutil
 import sys
 from collections.abc import Iterator
@@ -327,6 +328,32 @@ def test_a_file_that_was_emptied_loses_its_chunks(
     report = index_folder(folder, store, embedder)
     assert (report.removed, report.problems[0].doc_id) == (("docs/kettle.md",), "docs/kettle.md")
     assert not any("Kettle" in text for text in found(store, embedder, "kettle"))
+
+
+def test_a_single_file_that_was_emptied_loses_its_chunks(
+    folder: Path, store: FaissStore, embedder: Embedder
+):
+    index_folder(folder, store, embedder)
+    write(folder, "kettle.md", "")
+    report = index_folder(folder / "kettle.md", store, embedder)
+    assert (report.removed, report.problems[0].kind) == (("docs/kettle.md",), "unreadable")
+    assert doc_ids(store) == ["docs/more/grinder.txt", "docs/toaster.md"]
+
+
+def test_a_folder_that_an_opener_refuses_keeps_its_chunks(
+    folder: Path, store: FaissStore, embedder: Embedder
+):
+    def refuse_more(path: str, flags: int) -> int:
+        if path.endswith("more"):
+            raise DocumentError("more: not now")
+        return os.open(path, flags)
+
+    index_folder(folder, store, embedder)
+    report = index_folder(folder, store, embedder, opener=refuse_more)
+    assert [(problem.doc_id, problem.kind) for problem in report.problems] == [
+        ("docs/more", "inaccessible")
+    ]
+    assert report.removed == ()
 
 
 def test_what_is_out_of_reach_keeps_its_chunks(folder: Path, store: FaissStore, embedder: Embedder):
