@@ -56,7 +56,7 @@ class PrefillJob:
     stored        segment index → its open chunk-cache that is still to be loaded
     tiers         variant id → the tier that holds it, of the chunk-caches that are read
     captures      segments to record if one pass computes them whole
-    capacity      number of positions to make room for: the prompt and the answer
+    capacity      number of positions to make room for: the prompt, which always gets room, and the answer
     shared_until  position up to which keys and values must not depend on the question: chunks before it will be
                   captured for all users, and one user's question must not shape the answers of others
     reused        segments for drift correction (see `drift_correction`)

@@ -161,9 +161,10 @@ class OverlappedPrefill:
     def steps(self) -> Steps:
         """Prefill up to the last token's hidden state, as steps for a driver (see `driver.run`). Call it once.
 
-        Yields a `Wait` wherever it would wait and a `Forward` for each layer. Before each pass it yields a `Wait` that
-        is not `in_pass`: the steps up to the next such `Wait` require the driver's lock. Tokens of chunk-caches that
-        fail to load are computed. A `Wait` is answered by True if it is ready, else False.
+        Yields a `Wait` wherever it would wait, and a `Forward` for each layer or run of layers. The first step
+        is a `Wait` that is not `in_pass`, and more follow between passes: the steps up to the next such `Wait` require
+        the driver's lock. Tokens of chunk-caches that fail to load are computed. A `Wait` is answered by True if it is
+        ready, else False. Neither `job` nor `loads` is closed.
         """
         first_look = self._strategy.first_look(self._split())
         if first_look.enough != "nothing":

@@ -57,12 +57,15 @@ class SegmentPlan:
     reason      the reason for the outcome, see `Reason`
     detail      more about the reason in words, see `reasons.explain`
     variant     the chosen variant of a reused or exact segment
-    beta        β, eq. 6, for that variant; None without a variant, like the next three
+    beta        β, eq. 6, for that variant, or for one that was not worth fixing or not loaded; otherwise None, like
+                the next three
     gamma       γ, eq. 7
     beta_prime  β′, eq. 8
     cfo         CFO, eq. 12
-    recompute   int64 `[chosen]`, offsets in the segment of the tokens to recompute, ascending
-    not_loaded  number of tokens that were computed instead of loaded (`RowReason.COMPUTED_INSTEAD`)
+    recompute   int64 `[chosen]`, offsets in the segment of the tokens to recompute, ascending; none before
+                `with_selection`
+    not_loaded  number of tokens that were computed instead of loaded (`RowReason.COMPUTED_INSTEAD`); 0 if the
+                outcome is "computed"
     in_full     True if all tokens of a reused segment are recomputed, because it is the last chunk
                 (`ReuseConfig.nearest_share`)
     at_origin   True for a segment after its origin prefix that is inexact because of a lossy codec only; none of its

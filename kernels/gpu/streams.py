@@ -92,7 +92,7 @@ class LayersInFlight:
             self._events.popleft().synchronize()
 
     def seconds(self) -> float | None:
-        """Return the seconds that a pass took on a GPU; None before, and with a limit. Does not block."""
+        """Return a pass's seconds on a GPU; None until computed, and with a limit. Call it after the last `add`."""
         if not (self._timed and self._timed[1].query()):
             return None
         milliseconds: float = self._timed[0].elapsed_time(self._timed[1])
