@@ -120,8 +120,8 @@ class PrefillJob:
 class PrefillResult:
     """Result of a job.
 
-    hidden       `[streams, rows, hidden]`, hidden states of the last pass; the last row is the prompt's last token.
-                 `[0]` if the stack's `whole_model` ran that pass
+    hidden       `[streams, rows, hidden]`, hidden states of the last pass; the last row is the last open position,
+                 usually the prompt's last token. `[0]` if the stack's `whole_model` ran that pass
     buffer       keys and values, to decode in
     recorder     recorded captures, possibly none
     rows         positions that were computed in the end, with their reasons

@@ -87,6 +87,8 @@ def passes_measure(device: torch.device) -> bool:
 class OverlappedPrefill:
     """Prefill of a request while its chunk-caches are being loaded.
 
+    Create it in the thread that computes: its buffer is made at once, and copies to a GPU begin.
+
     Args:
         stack: the model's layers.
         job: rows to compute and chunk-caches to reuse.

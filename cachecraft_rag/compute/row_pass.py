@@ -69,7 +69,9 @@ class AtOnce:
 
 
 class RowPass:
-    """Rows on their way through the layers. A row attends to every earlier position that is computed or placed by then.
+    """Rows on their way through the layers.
+
+    A row attends to all earlier positions but `absent` ones. The caller has placed or computed these by then.
 
     Attributes:
         layer: index of the next layer to run.

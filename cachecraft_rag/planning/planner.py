@@ -386,8 +386,8 @@ def with_selection(
         probed: segment index → the probe's scores of its tokens, float32 `[tokens]`.
         recomputed: segment index → offsets of tokens that are already recomputed; they stay selected.
         excluded: segment index → offsets of tokens that are computed for another reason.
-        focus: segment index → focus score of each chunk that the probe has seen. With `early_termination="probe"`,
-            those out of focus that have probed scores get no further tokens.
+        focus: segment index → focus score of each chunk that the probe has seen. Where `early_termination="probe"` acts
+            (see `ReuseMethod`), those out of focus that have probed scores get no further tokens.
     """
     facts: list[TokenFacts] = []
     budgets: list[int] = []

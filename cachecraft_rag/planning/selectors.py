@@ -132,7 +132,7 @@ def select(
         budget_scope: "chunk" spends each chunk's budget in that chunk. "prompt" adds them and spends the sum on the
             best tokens of all chunks, their scores weighted by budget per token; unscored chunks keep their own budget.
         excluded: for each chunk, int64 offsets of the tokens that must not be chosen; () excludes none.
-        spent: for each chunk, the part of its budget that is already used; () means none.
+        spent: for each chunk, how much of its budget is already used, for tokens that are `excluded`; () means none.
 
     >>> few, many = np.array([0.1, 0.2, 0.1]), np.array([0.5, 0.3, 0.9])
     >>> facts = [TokenFacts(3, seed=0, token_inter=few), TokenFacts(3, seed=0, token_inter=many)]
