@@ -487,12 +487,13 @@ def with_not_loaded(
     """
     if not len(computed) or planned.variant is None:
         return planned
-    changed = replace(planned, reason=reason, detail=detail)
+    kept = _without(planned.recompute, computed)
+    stale = planned.variant.tokens - len(computed) - len(kept)
+    changed = replace(planned, reason=reason, detail=detail, spared=min(planned.spared, stale))
     if len(computed) == planned.variant.tokens and reason is not Reason.COMPUTED_LATE:
         return replace(
             changed, outcome="computed", variant=None, recompute=no_offsets(), at_origin=False
         )
-    kept = _without(planned.recompute, computed)
     return replace(changed, recompute=kept, not_loaded=len(computed))
 
 
