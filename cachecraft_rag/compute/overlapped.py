@@ -51,7 +51,7 @@ LONGEST_CALL_S = 0.25
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Continue as `Until` does, with the chunk-caches that are being loaded.
+    """Wait until `ready()` is true, or for `timeout_s`, while chunk-caches are loaded; send back True if it is ready.
 
     loads      chunk-caches that are being loaded
     ready      condition to wait for

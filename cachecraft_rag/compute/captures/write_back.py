@@ -119,7 +119,8 @@ class CaptureDescriber:
     def remove(self, chunk_ids: Sequence[str], namespace: str | None = None) -> None:
         """Let requests of a tenant (None: of all) that `follow` store none of these chunks, nor any after one of them.
 
-        What is stored stays. Waits without limit for captures of these chunks under way, of all tenants.
+        What is stored stays. Waits without limit for captures of these chunks under way, of all tenants. `namespace` is
+        the tenant's full name, not "".
         """
         with self._guard:
             for removed, owner in self._followers.items():
@@ -222,7 +223,7 @@ class CaptureDescriber:
     ) -> frozenset[str]:
         """Return the ids of the segments with a capture under way, of these segments or by default of all.
 
-        `namespace`: the tenant of the captures; None: all.
+        `namespace`: the tenant of the captures, not ""; None: all.
         """
         with self._guard:
             under_way = frozenset(
