@@ -125,7 +125,7 @@ def attend(
     softcap: float | None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Compute `attention.attention` on a CPU by this path; the other arguments are as there, without `paths` and `out`.
+    """Compute `attention.attention` by this path, without Triton; other arguments are as there but `paths` and `out`.
 
     torch's own kernel knows neither soft caps nor sinks: with them, it is replaced by explicit products. Returns a new
     tensor `[rows, heads, head_dim]` in the dtype of `q`; a row that sees no key gets zeros or NaN. A "causal" path is

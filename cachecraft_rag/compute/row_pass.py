@@ -294,7 +294,7 @@ class RowPass:
     def write_rotated(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, settings: AttentionSettings
     ) -> None:
-        """Place the layer's chunk-caches, and do what `attend` does before the rows attend; see `WholePass`."""
+        """Place chunk-caches, correct drift, write rows and call the observer; only with `at_once` and no captures."""
         assert self.at_once is not None, "set before the pass began"
         assert not self._captures, "captures are of raw keys"
         self._place_at_once(layer, self.at_once)

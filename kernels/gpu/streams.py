@@ -1,7 +1,7 @@
 """Order of work on a GPU: streams and events of the calling thread.
 
 A GPU computes later than Python calls it. Work on one stream runs in order; a thread that reads what another stream
-computes has to wait for an event. On a CPU nothing has to be ordered, and all but `copy_stream` do nothing.
+computes has to wait for an event. On a CPU nothing has to be ordered, and all but `copy_stream` and `sent` do nothing.
 """
 
 from __future__ import annotations
