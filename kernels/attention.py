@@ -35,7 +35,8 @@ def attention(
         sinks: float32 `[heads]`, contiguous; the score of a position without a value, which each head may attend to
             (gpt-oss). None: no sinks.
         paths: the fastest ways to attend on this CPU.
-        out: where to write the result, in the form of `q`; None = a new tensor. Triton's kernel writes there itself.
+        out: where to write the result, of the shape of `q`, and returned; None = a new tensor. Triton's kernel writes
+            there itself if it is contiguous and of the same dtype.
 
     Returns:
         `[rows, heads, head_dim]` in the dtype of `q`. A row that sees no key gets zeros or NaN.
@@ -102,7 +103,7 @@ def attention_with_mass(
     """Return what `attention` returns, and the attention of each row to each segment.
 
     The latter is averaged over heads and leaves out a row's own position. With Triton both are computed in one sweep
-    over the keys. The arguments are those of `attention`, and `bounds`.
+    over the keys. The arguments are those of `attention` but `out`, and `bounds`.
 
     Args:
         bounds: int64 `[segments + 1]`, ascending; segment i covers the keys `bounds[i]:bounds[i + 1]`.

@@ -84,7 +84,7 @@ def attention_received(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Return the attention to each key: the second result of `attention_mass`, arguments as there.
+    """Return the attention to each key: the second result of `attention_mass`, arguments as there but `bounds`.
 
     With Triton this is cheaper, because nothing is summed by segment.
     """
@@ -110,9 +110,8 @@ def segment_mass(
 ) -> Tensor:
     """Return the attention of each row to each segment, a mean over heads: the first result of `attention_mass`.
 
-    Arguments are as there; a row's own position does not count, so a row's sum is at most 1.
-
-    With Triton this is cheaper, because the second result needs another sweep over the keys.
+    Arguments are as there; a row's own position does not count, so a row's sum is at most 1. With Triton this is
+    cheaper, because the second result needs another sweep over the keys.
     """
     if uses_triton(q):
         from cachecraft_rag.kernels.gpu.attention import attend as attend_on_gpu

@@ -125,13 +125,12 @@ def attend(
     softcap: float | None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Compute `attention` of some rows by this path; the other arguments are those of `attention.attention`.
+    """Compute `attention.attention` by this path, without Triton; other arguments are as there but `paths` and `out`.
 
     torch's own kernel knows neither soft caps nor sinks: with them, it is replaced by explicit products. Returns a new
     tensor `[rows, heads, head_dim]` in the dtype of `q`; a row that sees no key gets zeros or NaN. A "causal" path is
-    right only for the first rows of a prompt, which is not checked.
-
-    The compiled kernels do not check other shapes, and raise MemoryError without memory.
+    right only for the first rows of a prompt, which is not checked. The compiled kernels check no shapes but that of
+    the sinks, and raise MemoryError without memory.
     """
     run = kernels_for(q, k, v) if path.kind == "compiled" else None
     if run is not None and calls.attends(q, k, v):
@@ -201,7 +200,7 @@ def folded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float
     """Compute the result of `fused` with the group's heads as rows.
 
     The mask is `[group · rows, keys]`: the caller repeats it for each head of the group, see `row_blocks.additive`.
-    Other shapes and errors are as in `fused`.
+    Other shapes are as in `fused`.
     """
     kv_heads, group, rows, head_dim = q.shape
     folded_q = q.reshape(1, kv_heads, group * rows, head_dim)

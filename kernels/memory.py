@@ -39,7 +39,7 @@ def empty(
 
 
 def to_host(tensor: Tensor, *, pinned: bool) -> Tensor:
-    """Return a tensor's copy in main memory; a tensor that is there already is returned itself.
+    """Return a tensor's copy in main memory, once it is complete; a tensor that is there already is returned itself.
 
     With `pinned` it is page-locked if there is room: copying it back then takes a ninth of the time
     (docs/results/gpu.md). torch rounds the size of such memory up to a power of two, and keeps it for later tensors.

@@ -42,7 +42,7 @@ def extend(stack: Stack, buffer: KVBuffer, tokens: Sequence[int], position: int)
 def extend_all(stack: Stack, steps: Sequence[DecodeStep]) -> Tensor:
     """Compute one step of each of one or more answers in one pass, and write its keys and values to its buffer.
 
-    Returns hidden states `[streams, steps, hidden]` of the steps' tokens after the last layer.
+    Returns hidden states `[streams, steps, hidden]` after the last layer, in the order of `steps` and not normed.
     """
     passes = [
         _row_pass(stack, step.buffer, [step.token], np.array([step.position])) for step in steps

@@ -84,12 +84,12 @@ def run(
 
 
 def prefill(stack: Stack, job: PrefillJob) -> PrefillResult:
-    """Run a job that has nothing to load in this thread; its result's buffer is new, to decode in."""
+    """Run a job in this thread; its result's buffer is new, to decode in. Nothing is loaded: `job.stored` is empty."""
     return run(stack, prefill_steps(stack, job))
 
 
 def prefill_steps(stack: Stack, job: PrefillJob) -> Work[PrefillResult]:
-    """Return the steps of a job that has nothing to load; its buffer is made at once."""
+    """Return the steps of a job without `stored` chunk-caches; its buffer is made at once."""
     no_loads = PendingLoads.of_nothing(stack.layout.layers)
     speed = ComputeSpeed(stack.keys_per_row)
     return OverlappedPrefill(stack, job, no_loads, speed).steps()

@@ -56,7 +56,7 @@ class PrefillJob:
     stored        segment index → its open chunk-cache that is still to be loaded
     tiers         variant id → the tier that holds it, of the chunk-caches that are read
     captures      segments to record if one pass computes them whole
-    capacity      number of positions to make room for: the prompt and the answer
+    capacity      number of positions to make room for: the prompt, which always gets room, and the answer
     shared_until  position up to which keys and values must not depend on the question: chunks before it will be
                   captured for all users, and one user's question must not shape the answers of others
     reused        segments for drift correction (see `drift_correction`)
@@ -120,8 +120,8 @@ class PrefillJob:
 class PrefillResult:
     """Result of a job.
 
-    hidden       `[streams, rows, hidden]`, hidden states of the last pass; the last row is the prompt's last token.
-                 `[0]` if the stack's `whole_model` ran that pass
+    hidden       `[streams, rows, hidden]`, hidden states of the last pass; the last row is the last open position,
+                 usually the prompt's last token. `[0]` if the stack's `whole_model` ran that pass
     buffer       keys and values, to decode in
     recorder     recorded captures, possibly none
     rows         positions that were computed in the end, with their reasons

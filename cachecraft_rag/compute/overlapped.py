@@ -51,7 +51,7 @@ LONGEST_CALL_S = 0.25
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Continue as `Until` does, with the chunk-caches that are being loaded.
+    """Wait until `ready()` is true, or for `timeout_s`, while chunk-caches are loaded; send back True if it is ready.
 
     loads      chunk-caches that are being loaded
     ready      condition to wait for
@@ -86,6 +86,8 @@ def passes_measure(device: torch.device) -> bool:
 
 class OverlappedPrefill:
     """Prefill of a request while its chunk-caches are being loaded.
+
+    Create it in the thread that computes: its buffer is made at once, and copies to a GPU begin.
 
     Args:
         stack: the model's layers.
@@ -161,9 +163,10 @@ class OverlappedPrefill:
     def steps(self) -> Steps:
         """Prefill up to the last token's hidden state, as steps for a driver (see `driver.run`). Call it once.
 
-        Yields a `Wait` wherever it would wait and a `Forward` for each layer. Before each pass it yields a `Wait` that
-        is not `in_pass`: the steps up to the next such `Wait` require the driver's lock. Tokens of chunk-caches that
-        fail to load are computed. A `Wait` is answered by True if it is ready, else False.
+        Yields a `Wait` wherever it would wait, and a `Forward` for each layer or run of layers. The first step
+        is a `Wait` that is not `in_pass`, and more follow between passes: the steps up to the next such `Wait` require
+        the driver's lock. Tokens of chunk-caches that fail to load are computed. A `Wait` is answered by True if it is
+        ready, else False. Neither `job` nor `loads` is closed.
         """
         first_look = self._strategy.first_look(self._split())
         if first_look.enough != "nothing":

@@ -1,8 +1,4 @@
-"""Turn a store look-up into a prefill job: make a plan and open the variants it reads.
-
-If a variant cannot be opened, the plan is made again without it. The variants of chunks that are recomputed in full are
-not opened: nothing of them is used.
-"""
+"""Turn a store look-up into a prefill job: make a plan and open the variants it reads."""
 
 from __future__ import annotations
 

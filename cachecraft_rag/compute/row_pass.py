@@ -69,7 +69,9 @@ class AtOnce:
 
 
 class RowPass:
-    """Rows on their way through the layers. A row attends to every earlier position that is computed or placed by then.
+    """Rows on their way through the layers.
+
+    A row attends to all earlier positions but `absent` ones. The caller has placed or computed these by then.
 
     Attributes:
         layer: index of the next layer to run.
@@ -189,7 +191,7 @@ class RowPass:
         return self._rotary_rows
 
     def update(self, rows: Rows) -> None:
-        """Replace `rows` after a load failed: drift correction learns from RECOMPUTED ones only; `positions` stay."""
+        """Replace `rows` if stored values are missing: drift is learnt from RECOMPUTED rows only; `positions` stay."""
         self._rows = rows
         self._locate_drift()
 
@@ -221,14 +223,15 @@ class RowPass:
 
     @property
     def clock(self) -> Callable[[], float | None]:
-        """Function that returns a pass's seconds on its GPU; None until it is computed, and with `most_in_flight`."""
+        """Function that returns the pass's seconds on a GPU, see `LayersInFlight.seconds`; None if that is limited."""
         return self._in_flight.seconds
 
     def join(self, other: RowPass) -> None:
-        """Add the rows of another pass of the same prompt, which must not run any more, in the order of positions.
+        """Add the rows of another pass of the same prompt, at the same layer, in the order of positions.
 
-        This pass's recorder, observer, drift correction and absent positions stay in use. Chunks that are whole only
-        now are captured from the next layer on, which leaves them incomplete unless earlier layers were recorded.
+        Do not run the other pass any more. This pass's recorder, observer, drift correction and absent positions stay
+        in use. Chunks that are whole only now are captured from the next layer on, which leaves them incomplete unless
+        earlier layers were recorded.
         """
         assert other.layer == self.layer, "only passes at the same layer can join"
         positions = np.concatenate((self.positions, other.positions))
@@ -242,7 +245,7 @@ class RowPass:
         self._set_rows(positions[order])
 
     def keep(self, chosen: NDArray[np.bool_]) -> None:
-        """Keep only the rows for which `chosen`, bool `[rows]`, is True. A chunk that loses a row is not recorded."""
+        """Keep only rows for which `chosen`, bool `[rows]`, is True. Chunks that lose a row are no longer recorded."""
         kept = np.flatnonzero(chosen)
         kept_on_device = self._on_device(kept)
         self._hidden = self.hidden[:, kept_on_device]
@@ -291,7 +294,7 @@ class RowPass:
     def write_rotated(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, settings: AttentionSettings
     ) -> None:
-        """Place the layer's chunk-caches, and do what `attend` does before the rows attend; see `WholePass`."""
+        """Place chunk-caches, correct drift, write rows and call the observer; only with `at_once` and no captures."""
         assert self.at_once is not None, "set before the pass began"
         assert not self._captures, "captures are of raw keys"
         self._place_at_once(layer, self.at_once)

@@ -33,7 +33,7 @@ class Calibration:
 
     alpha                     α* of eq. 13
     metric, quality           the target: a mean of at least `quality`
-    reached, low              the mean on the validation set, and the lower end of its interval
+    reached, low              the mean on the validation set, and the lower end of its 90 % confidence interval
     recomputed                share of chunk tokens that were recomputed, on average (E[CFO])
     dataset, questions        the validation set
     origin                    context of the chunks at capture, a name of `evaluation.origins`
@@ -62,7 +62,7 @@ class Calibration:
     early_termination_window: int = 3
 
     def fits(self, config: ReuseConfig) -> bool:
-        """Return True if these settings choose tokens as the calibration did, with any α, in the scope "anywhere"."""
+        """Return True for the calibration's way of choosing tokens, with any α and ratio, in the scope "anywhere"."""
         mine = _settings(self, self.nearest_share)
         theirs = _settings(config.method, config.nearest_share)
         return config.method.scope == "anywhere" and mine == theirs
@@ -95,7 +95,7 @@ def _settings(method: Calibration | ReuseMethod, nearest_share: float) -> tuple[
 
 
 def save_calibration(store: Path, fingerprint: str, calibration: Calibration) -> None:
-    """Save the calibration of a model below a store's folder, in place of an earlier one; those of other models stay.
+    """Save the calibration of a model in a store's folder, in place of an earlier one; those of other models stay.
 
     A missing folder is created. A file that cannot be read is logged and replaced; one that cannot be written is a
     StoreError. Of two processes that save at once, one may lose its result.
@@ -111,7 +111,7 @@ def save_calibration(store: Path, fingerprint: str, calibration: Calibration) ->
 
 
 def load_calibration(store: Path, fingerprint: str) -> Calibration | None:
-    """Return the calibration of this model; None if there is none. A damaged one is logged, and also gives None."""
+    """Return the calibration of this model, whatever it `fits`; None without one, or if it is damaged (logged)."""
     known = _known(store / CALIBRATION_FILE)
     if fingerprint not in known:
         return None
@@ -152,7 +152,7 @@ def load_calibration(store: Path, fingerprint: str) -> Calibration | None:
 
 
 def all_calibrations(store: Path) -> dict[str, Calibration]:
-    """Return fingerprint → calibration of each model below a store's folder; damaged ones are logged and left out."""
+    """Return fingerprint → calibration of each model in a store's folder; damaged ones are logged and left out."""
     calibrations = {
         name: load_calibration(store, name) for name in _known(store / CALIBRATION_FILE)
     }

@@ -47,9 +47,9 @@ class Candidate:
         session: str | None,
         namespace: str = "",
     ) -> Self | None:
-        """Return the candidate whose captures would have made this request exact; None without any.
+        """Return the candidate whose captures would have made the fixed chunks of this request exact; None without any.
 
-        Only fixed chunks count; those after private text, reused within a session only, not if `session` is None.
+        If `session` is None, the first private segment and all after it are left out: they are reused within a session.
         """
         segments = prompt.segments
         fixed = {index: n for index, planned in enumerate(plan) if (n := _spent(planned, config))}
@@ -105,7 +105,7 @@ class Candidates:
         return len(self._waiting)
 
     def value(self, candidate: Candidate) -> int:
-        """Return how many tokens the candidate's variants would have saved since they were first requested."""
+        """Return how many tokens the candidate's captures would have saved, over each `add` with such a capture."""
         return sum(self._would_have_saved[path] for path, _ in candidate.paths())
 
     def add(self, candidate: Candidate) -> Candidate | None:
@@ -128,7 +128,7 @@ class Candidates:
         return least
 
     def best(self, among: Callable[[Candidate], bool] | None = None) -> Candidate | None:
-        """Return the most valuable candidate, the latest of equals, for which `among` is True; None without any."""
+        """Return, and keep, the most valuable candidate `among` accepts, of equals the latest; None without any."""
         latest_first = reversed(self._waiting.values())
         candidates = [candidate for candidate in latest_first if among is None or among(candidate)]
         return max(candidates, key=self.value, default=None)
@@ -142,7 +142,7 @@ class Candidates:
                 del self._would_have_saved[path]
 
     def having(self, segment_ids: Set[str]) -> list[Candidate]:
-        """Return the candidates with at least one of these segments, in the order of their latest `add`."""
+        """Return the candidates with at least one of these segments, in the order of their latest `add`; a new list."""
         return [
             candidate
             for candidate in self._waiting.values()

@@ -46,7 +46,7 @@ class ReuseMethod:
     alpha            factor of CFO (α of equation 12), which then decides how much of each chunk is recomputed, unless
                      `recompute_ratio` does: then CFO at `DEFAULT_ALPHA` only ranks the variants of a chunk. None = the
                      value that `cachecraft calibrate` found for this model and store; without one every chunk has the
-                     same ratio
+                     same ratio, or with "published" scoring CFO has `DEFAULT_ALPHA`
     scoring          how the variants of a chunk are scored. "published": CFO as printed (eq. 12), and the variant with
                      the lowest CFO is reused. "corrected": of the overlap β′ of an inexact capture only its exact share
                      counts, and to compare variants CFO is weighted, less for a variant that was primed and more for
@@ -89,7 +89,7 @@ class ReuseMethod:
         The variant with the lowest CFO is reused. Each chunk recomputes the fraction CFO of its tokens (eq. 12, with
         α = 1, as in the ablation of Fig. 26), those with the highest scores of eq. 14, until Algorithm 1 stops it. Its
         other tokens stay as they were stored. Chunk-caches load from the end of the prompt while its front is computed
-        (Cake). `alpha=None` takes the α that `cachecraft calibrate --preset paper` found, as eq. 13 asks for.
+        (Cake). `alpha=None` takes the α that `cachecraft calibrate --preset paper` found (eq. 13), or else 0.25.
 
         >>> method = ReuseMethod.paper(alpha=2.0)
         >>> method.selector, method.drift, method.early_termination, method.loading, method.alpha
@@ -139,7 +139,7 @@ class ReuseConfig:
                        later requests reuse them exactly; to compare with full prefill, use `full_prefill()`
     capture            store newly computed chunk-caches
     recompute_ratio    fraction of the tokens to recompute of each chunk in a new context; 1 is exact, also with a lossy
-                       codec. None = CFO decides if there is an α, given or calibrated, or else `DEFAULT_RATIO`
+                       codec. None = CFO decides with α (maybe calibrated) or "published" scoring, else `DEFAULT_RATIO`
     nearest_share      largest part of the prompt's chunk tokens that the last chunk, directly before the question, may
                        have for it to be recomputed in full; 0 = never, as in the paper. The same number of tokens,
                        chosen from the whole prompt, is better (docs/decisions/recomputed-rows.md)

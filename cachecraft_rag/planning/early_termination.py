@@ -30,10 +30,10 @@ FEWEST_CHUNKS = 5
 
 
 def focus_score(attention: NDArray[np.floating]) -> float:
-    """Return a chunk's focus score: attention to its strongest tokens over the root of that to its median token.
+    """Return a chunk's focus score: attention to its eight strongest tokens over the root of that to its median token.
 
     The median token shows how much any token gets at the chunk's place: chunks near the question get more. `attention`
-    is float `[tokens]`, 0 for a token that the probe did not see; the score is 0.0 if it saw none.
+    is float `[tokens]`, 0 for a token that the probe did not see, which does not count; 0.0 if it saw none.
 
     >>> focus_score(np.array([0.5, 0.0, 0.25, 0.25]))  # (.5 + .25 + .25) / √.25
     2.0
@@ -80,7 +80,7 @@ def focused_count(scores: Sequence[float]) -> int:
 
 
 class FocusMonitor:
-    """Finds the focused chunks of one request. Their numbers `focused`, and the `layer` that decided, are None before.
+    """Finds a request's focused chunks. `focused`, their places in `mass`, and the deciding `layer` are None before.
 
     Args:
         chunks: number of chunks in the prompt.

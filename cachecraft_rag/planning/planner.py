@@ -57,12 +57,15 @@ class SegmentPlan:
     reason      the reason for the outcome, see `Reason`
     detail      more about the reason in words, see `reasons.explain`
     variant     the chosen variant of a reused or exact segment
-    beta        β, eq. 6, for that variant; None without a variant, like the next three
+    beta        β, eq. 6, for that variant, or for one that was not worth fixing or not loaded; otherwise None, like
+                the next three
     gamma       γ, eq. 7
     beta_prime  β′, eq. 8
     cfo         CFO, eq. 12
-    recompute   int64 `[chosen]`, offsets in the segment of the tokens to recompute, ascending
-    not_loaded  number of tokens that were computed instead of loaded (`RowReason.COMPUTED_INSTEAD`)
+    recompute   int64 `[chosen]`, offsets in the segment of the tokens to recompute, ascending; none before
+                `with_selection`
+    not_loaded  number of tokens that were computed instead of loaded (`RowReason.COMPUTED_INSTEAD`); 0 if the
+                outcome is "computed"
     in_full     True if all tokens of a reused segment are recomputed, because it is the last chunk
                 (`ReuseConfig.nearest_share`)
     at_origin   True for a segment after its origin prefix that is inexact because of a lossy codec only; none of its
@@ -383,8 +386,8 @@ def with_selection(
         probed: segment index → the probe's scores of its tokens, float32 `[tokens]`.
         recomputed: segment index → offsets of tokens that are already recomputed; they stay selected.
         excluded: segment index → offsets of tokens that are computed for another reason.
-        focus: segment index → focus score of each chunk that the probe has seen. With `early_termination="probe"`,
-            those out of focus that have probed scores get no further tokens.
+        focus: segment index → focus score of each chunk that the probe has seen. Where `early_termination="probe"` acts
+            (see `ReuseMethod`), those out of focus that have probed scores get no further tokens.
     """
     facts: list[TokenFacts] = []
     budgets: list[int] = []
@@ -484,12 +487,13 @@ def with_not_loaded(
     """
     if not len(computed) or planned.variant is None:
         return planned
-    changed = replace(planned, reason=reason, detail=detail)
+    kept = _without(planned.recompute, computed)
+    stale = planned.variant.tokens - len(computed) - len(kept)
+    changed = replace(planned, reason=reason, detail=detail, spared=min(planned.spared, stale))
     if len(computed) == planned.variant.tokens and reason is not Reason.COMPUTED_LATE:
         return replace(
             changed, outcome="computed", variant=None, recompute=no_offsets(), at_origin=False
         )
-    kept = _without(planned.recompute, computed)
     return replace(changed, recompute=kept, not_loaded=len(computed))
 
 

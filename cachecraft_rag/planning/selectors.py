@@ -80,8 +80,9 @@ def random(facts: TokenFacts) -> np.ndarray:
 def question(facts: TokenFacts) -> np.ndarray:
     """Return attention to earlier chunks at capture plus weighted attention from the question, float `[tokens]`.
 
-    Both are 1 on average; `leading` replaces a missing first one, 0 a missing second one. The question's attention
-    alone is better on most questions but fails badly on some (docs/decisions/choosing-tokens.md).
+    The first is 1 on average in the chunk, the second over all reused chunks, before its weight of 0.25. `leading`
+    replaces a missing first one, 0 a missing second one. The question's attention alone is better on most questions but
+    fails badly on some (docs/decisions/choosing-tokens.md).
 
     >>> facts = TokenFacts(4, seed=0, token_inter=np.array([0.5, 0.4, 0.1, 0.1]), probed=np.array([0, 0, 8.0, 0.1]))
     >>> select([facts], [2], SELECTORS["question"])[0].tolist()
@@ -131,7 +132,7 @@ def select(
         budget_scope: "chunk" spends each chunk's budget in that chunk. "prompt" adds them and spends the sum on the
             best tokens of all chunks, their scores weighted by budget per token; unscored chunks keep their own budget.
         excluded: for each chunk, int64 offsets of the tokens that must not be chosen; () excludes none.
-        spent: for each chunk, the part of its budget that is already used; () means none.
+        spent: for each chunk, how much of its budget is already used, for tokens that are `excluded`; () means none.
 
     >>> few, many = np.array([0.1, 0.2, 0.1]), np.array([0.5, 0.3, 0.9])
     >>> facts = [TokenFacts(3, seed=0, token_inter=few), TokenFacts(3, seed=0, token_inter=many)]

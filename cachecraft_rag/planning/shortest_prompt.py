@@ -38,7 +38,7 @@ class Times:
 
 
 def lengths_up_to(longest: int) -> list[int]:
-    """Return the lengths to measure, in tokens: 1,024 and each twice the one before, up to `longest` and 32,768.
+    """Return the lengths to measure, in tokens: 1,024 and each twice the last, up to `longest` and 32,768; maybe [].
 
     >>> lengths_up_to(5000)
     [1024, 2048, 4096]
@@ -105,7 +105,7 @@ def timed(
 
     Args:
         config: settings of reuse; `DEFAULT_RATIO` replaces CFO, which says nothing about random tokens.
-        ask: answers with these settings; returns seconds to the first token, None if the prompt was not reused.
+        ask: answers with these settings; returns seconds to the first token, None if reuse was on and failed.
         tokens: length of the prompt, for the log.
         least_s: go on for so many seconds at least, and for ten timings.
     """

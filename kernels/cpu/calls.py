@@ -181,7 +181,7 @@ def place(run: Kernels, merged: Tensor, chunk: Tensor, cos: Tensor, sin: Tensor)
     """Write raw keys and values `[2, tokens, heads, dim]` into the same tokens of `merged`, with keys rotated.
 
     `cos` and `sin`, `[tokens, rotary_dim]`, are those of the new positions, and `merged` has as many tokens. The kernel
-    reads by address and checks nothing: `library.kernels_for` must accept the tensors.
+    reads by address and checks nothing: `library.kernels_for` must accept the tensors, and a token's heads be adjacent.
     """
     call = _move(merged, cos, sin)
     call.raw_k = chunk[0].data_ptr()
@@ -229,7 +229,7 @@ class Drift:
 
         A change is the difference of a recomputed token in `rows` from what `merged` holds at its position, so call
         this before the rows are written there: recomputed tokens within `pieces` are moved, too. `merged` is `[2,
-        positions, kv_heads, head_dim]`, `rows` are keys and values `[rows, kv_heads, head_dim]`, all rotated; `turns`
+        positions, kv_heads, head_dim]`, `rows` are keys and values `[rows, kv_heads, head_dim]`, keys rotated; `turns`
         are cos and sin `[positions, rotary_dim]`.
         """
         keys, values = (row_tensor.contiguous() for row_tensor in rows)
@@ -248,8 +248,8 @@ def norm(run: Kernels, x: Tensor, weight: Tensor, eps: float, add: Tensor | None
     """Return `x / rms(x) · weight` along the last dimension, as a new tensor with the shape and dtype of x.
 
     `add`, with the same shape, is added to x first, in place; None: nothing is added. The mean of the squares is
-    increased by `eps` before its root. x and `add` must be contiguous, and `weight` is `[width]`. None of this is
-    checked.
+    increased by `eps` before its root. x and `add` must be contiguous, `weight` `[width]`, and all of one dtype. None
+    of this is checked.
     """
     out = torch.empty_like(x)
     width = x.shape[-1]
@@ -315,7 +315,7 @@ def attend(
     softcap: float | None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Compute `attention.attention` by the compiled kernel: `[rows, heads, head_dim]`, arguments as there.
+    """Compute `attention.attention` by the compiled kernel; arguments as there, without `paths` and `out`.
 
     Only the sinks are checked, and the kernel reads by address: `attends` and `library.kernels_for` must accept the
     tensors, and positions must be below the number of keys. A row that sees no key gets NaN.

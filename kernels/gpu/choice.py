@@ -30,7 +30,7 @@ def uses_triton(x: Tensor) -> bool:
 
 @cache  # asked at each launch
 def interpreted() -> bool:
-    """Return True if `$TRITON_INTERPRET` is 1: then Triton, if it was imported after that, interprets kernels."""
+    """Return True if `$TRITON_INTERPRET` was 1 at the first call; Triton interprets kernels if it was at its import."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 

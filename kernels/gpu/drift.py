@@ -254,7 +254,7 @@ def write_rows(
 ) -> None:
     """Write rows to their positions, and add each chunk's raw change to its stale tokens.
 
-    The change of a key is first rotated to the token's position. Errors as in `mean_change`.
+    The change of a key is first rotated to the token's position. ValueError if shapes do not fit.
 
     Args:
         merged: `[2, keys, kv_heads, head_dim]`, rotated keys and values; changed in place.

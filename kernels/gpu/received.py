@@ -115,8 +115,8 @@ def received(
 ) -> Tensor:
     """Return the attention to each key from all rows together, averaged over heads, without own positions.
 
-    `lse`, float32 `[rows, heads]`, is that of `attend`, the other arguments and errors as there. The result is float32
-    `[keys]`, 0 for a key that no row sees.
+    `lse`, float32 `[rows, heads]`, is that of `attend`, with its sinks; the other arguments and errors as there. The
+    result is float32 `[keys]`, 0 for a key that no row sees.
     """
     rows, heads, _ = q.shape
     kv_heads = check_attention(q, k, None, visible)

@@ -1,7 +1,7 @@
 """Order of work on a GPU: streams and events of the calling thread.
 
 A GPU computes later than Python calls it. Work on one stream runs in order; a thread that reads what another stream
-computes has to wait for an event. On a CPU nothing has to be ordered, and all but `copy_stream` do nothing.
+computes has to wait for an event. On a CPU nothing has to be ordered, and all but `copy_stream` and `sent` do nothing.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class LayersInFlight:
             self._events.popleft().synchronize()
 
     def seconds(self) -> float | None:
-        """Return the seconds that a pass took on a GPU; None before, and with a limit. Does not block."""
+        """Return a pass's seconds on a GPU; None until computed, and with a limit. Call it after the last `add`."""
         if not (self._timed and self._timed[1].query()):
             return None
         milliseconds: float = self._timed[0].elapsed_time(self._timed[1])

@@ -47,7 +47,7 @@ class Tiling:
 
     @classmethod
     def of(cls, q: Tensor, *, pairs: int | None = None, has_mass: bool = False) -> Self:
-        """Choose a tile by head_dim and dtype.
+        """Choose a tile by head_dim, dtype and the shared memory of the device.
 
         `pairs` are rows times query heads of a group, of a kernel that decode steps launch: up to 16 get the smallest
         tile, and more the largest, as None does. `has_mass` is True for a kernel that sums up mass, which takes

@@ -20,6 +20,7 @@ from cachecraft_rag.planning.planner import (
     SegmentPlan,
     exact_shares,
     make_plan,
+    with_not_loaded,
     with_selection,
 )
 from cachecraft_rag.planning.reasons import Reason, explain
@@ -679,3 +680,13 @@ def test_tokens_recomputed_before_the_probe_stay_and_are_not_counted_as_spared()
     plan = after_probe(FOCUSED, recomputed={1: np.array([4])})
     assert (plan[1].recompute.tolist(), plan[1].spared) == ([4], 1)
     assert plan[1].reason is Reason.FIXED
+
+
+@pytest.mark.parametrize(("computed", "spared"), [(3, 2), (9, 1), (10, 0)])
+def test_tokens_computed_instead_of_loaded_are_not_counted_as_spared(
+    computed: int, spared: int
+) -> None:
+    away = after_probe(FOCUSED)[1]
+    assert away.spared == 2
+    executed = with_not_loaded(away, np.arange(computed), Reason.NOT_LOADED)
+    assert executed.spared == spared

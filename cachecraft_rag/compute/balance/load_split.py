@@ -286,7 +286,7 @@ class LayerWise:
     """Load each layer before it is used, and compute nothing that is stored (Cache-Craft, Algorithm 2).
 
     Attributes:
-        computes_front: True if stored tokens may be computed instead of loaded.
+        computes_front: True if passes before the last one, too, may compute stored tokens instead of loading them.
     """
 
     computes_front = False
@@ -336,8 +336,8 @@ class Cake(LayerWise):
     def before_pass(self, split: LoadSplit, layers: int) -> WaitCondition:
         """Return the condition of the next pass.
 
-        "all soon", at most `settle_s`, if no speed is known; "all", layer by layer and at most twice its time, if
-        `LoadSplit.load_first`; otherwise "nothing".
+        "all soon", at most `settle_s`, if neither speed is known; "all", layer by layer and at most twice
+        `LoadSplit.load_s`, if `LoadSplit.load_first`; otherwise "nothing".
         """
         if not (split.speed.known or split.is_settled):
             return WaitCondition("all soon", split.constants.settle_s)
@@ -362,7 +362,7 @@ class FrontInLastPass(LayerWise):
         return WaitCondition("nothing") if front else super().before_pass(split, layers)
 
     def next_piece(self, split: LoadSplit) -> tuple[float, bool]:
-        """Return the number of tokens in the front, and True."""
+        """Return the number of tokens in the front, maybe a fraction, and True."""
         if not (split.speed.known and split.is_settled and split.bytes_per_s > 0.0):
             return 0.0, True
         tokens, is_last = split.next_piece()

@@ -86,9 +86,8 @@ class ComputeSpeed:
 
         The first pass, and each pass of at least 96 rows (in these units), update the time per row: the first sets it,
         and a later one moves it half of the way to the new value. After the first pass, a last pass of fewer rows
-        updates only the fixed cost of last passes, and so short a pass of another kind updates nothing. With the fixed
-        cost of last passes, the rows of a piece would seem several times as fast as they are. A "whole" pass has a time
-        per row for such passes only, and moves the other in proportion.
+        updates only the fixed cost of last passes, and so short a pass of another kind updates nothing. A "whole" pass
+        has a time per row for such passes only, and moves the other in proportion.
         """
         if rows < _FEW_ROWS and self._row_s is not None:
             if kind == "last":

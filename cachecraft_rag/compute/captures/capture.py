@@ -63,7 +63,8 @@ class RecordedChunk:
 class CaptureRecorder:
     """Copies raw keys and values of newly computed chunks out of the passes of one prompt.
 
-    It also keeps their queries, or adds up their attention.
+    It also keeps their queries, or adds up their attention. A capture is complete once all layers are recorded;
+    `settings` are the attention settings of the layers so far.
 
     Args:
         layout: layout of a chunk-cache.
@@ -91,7 +92,7 @@ class CaptureRecorder:
 
     @property
     def captures(self) -> tuple[RecordedChunk, ...]:
-        """The chunks that were recorded in all layers and not forgotten, in prompt order; () without any."""
+        """The complete captures that were not forgotten, in prompt order; () without any."""
         complete = [
             capture
             for capture in self._recorded.values()
@@ -126,8 +127,8 @@ class CaptureRecorder:
         """Return a recorder with the heads of all tensor-parallel ranks on the first rank; it is empty on other ranks.
 
         Only complete captures are joined. Every rank must have recorded the same chunks, and calls this at the same
-        time. The collectives: `gather` joins the ranks' `[…, heads, head_dim]` on the first rank, `mean` averages a
-        statistic.
+        time. The collectives: `gather` joins the ranks' `[…, heads, head_dim]` on the first rank and returns no heads
+        on others, `mean` averages a statistic.
         """
         joined = CaptureRecorder(self._layout, self._like, self._spans, measured=self._measured)
         joined.settings = self.settings
@@ -236,7 +237,7 @@ class AttentionStatistics:
 class AttentionAccumulator:
     """Adds up one capture's attention layer by layer, so that the work can be done in small pieces between requests.
 
-    If the pass has measured the attention, there is nothing to add.
+    If the pass has measured the attention, do not call `add_layer`.
 
     Args:
         capture: the recorded chunk.
@@ -290,7 +291,7 @@ class AttentionAccumulator:
         self._mass += mass
 
     def statistics(self) -> AttentionStatistics:
-        """Return the averages over all layers of `settings` (eq. 10) and the scores derived from them.
+        """Return averages over all layers of `settings` (eq. 10), once they are added, and scores derived from them.
 
         `inter` has one value for each segment before the capture, beginning with that of the system. The token scores
         are unknown (`inter` None) if no chunk precedes the capture. On a GPU it waits for the work that this thread has

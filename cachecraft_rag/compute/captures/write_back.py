@@ -67,9 +67,10 @@ class CaptureContext:
 
 
 class CaptureDescriber:
-    """Describes and stores recorded captures. Any thread may call any method.
+    """Describes and stores recorded captures. Any thread may call any method but `submit`.
 
-    It has no thread: `start` runs the steps of each capture, in the step loop or a worker's thread for captures.
+    It has no thread: `start` runs the steps of each capture, in the step loop or a worker's thread for captures. Do not
+    call methods that wait there.
 
     Args:
         store: the store to write to.
@@ -78,7 +79,8 @@ class CaptureDescriber:
         layout: layout of a chunk-cache.
         start: runs the steps of one capture in the background, then calls its second argument, in any thread, with
             their result and None, or None and their error.
-        max_bytes: limit for waiting captures, in bytes; while more are waiting, new captures are dropped.
+        max_bytes: limit for waiting captures, in bytes, without the buffers that they read; while more are waiting, new
+            captures are dropped.
     """
 
     def __init__(
@@ -109,15 +111,16 @@ class CaptureDescriber:
         self._followers: weakref.WeakKeyDictionary[RemovedChunks, str] = weakref.WeakKeyDictionary()
 
     def follow(self, removed: RemovedChunks, namespace: str = "") -> RemovedChunks:
-        """Add ids of a tenant's chunks ("": the describer's) to this set when `remove` gets them; return the set."""
+        """Add a tenant's ("": the describer's) ids that `remove` gets to this set, while it lives; return the set."""
         with self._guard:
             self._followers[removed] = namespace or self._namespace
         return removed
 
     def remove(self, chunk_ids: Sequence[str], namespace: str | None = None) -> None:
-        """Let requests of a tenant (None: of all) that run now store none of these chunks, nor any after one of them.
+        """Let requests of a tenant (None: of all) that `follow` store none of these chunks, nor any after one of them.
 
-        Waits without limit for captures of these chunks under way, of all tenants.
+        What is stored stays. Waits without limit for captures of these chunks under way, of all tenants. `namespace` is
+        the tenant's full name, not "".
         """
         with self._guard:
             for removed, owner in self._followers.items():
@@ -220,7 +223,7 @@ class CaptureDescriber:
     ) -> frozenset[str]:
         """Return the ids of the segments with a capture under way, of these segments or by default of all.
 
-        `namespace`: the tenant of the captures; None: all.
+        `namespace`: the tenant of the captures, not ""; None: all.
         """
         with self._guard:
             under_way = frozenset(
@@ -234,7 +237,7 @@ class CaptureDescriber:
         return 4 * (self._waiting_bytes + self._keys_bytes) > self._max_bytes
 
     def wait_for(self, segment_ids: Iterable[str], timeout: float | None = None) -> bool:
-        """Wait until captures of these segments submitted so far end; False after `timeout` seconds (None: never)."""
+        """Wait for all tenants' captures of these segments submitted so far; False after `timeout` s (None: never)."""
         wanted = frozenset(segment_ids)
         with self._guard:
             jobs = [

@@ -56,7 +56,7 @@ class FocusObserver:
             self._mass = mass.sum(0)
 
     def decide(self, layer: int) -> bool:
-        """Add the last observed attention; True, once, if this layer settles the focused chunks. Call it after each."""
+        """Add the last observed attention; True, once, if it settles the focus. Every rank calls this after a layer."""
         if self.monitor.focused is not None or self._mass is None:
             return False
         return self.monitor.observe(layer, self._ranks.mean(self._mass).tolist())

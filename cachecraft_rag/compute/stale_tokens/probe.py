@@ -62,7 +62,7 @@ class AttentionReceived:
         self._received = received if self._received is None else self._received + received
 
     def seen(self) -> Tensor:
-        """Return the attention to positions up to the last watched one, float32, summed over other rows and layers."""
+        """Return this rank's attention to positions up to the last watched, float32, summed over rows and layers."""
         assert self._received is not None, "the range of layers is never empty"
         return self._received
 
@@ -75,16 +75,15 @@ class AttentionReceived:
 class QuestionProbe(AttentionReceived):
     """Attention from the question to each token in the middle layers; an `Observer` of the probe's pass.
 
-    Runs only the last rows of the question, through the first half of the layers, and measures attention from two
+    Runs only the question's last 64 rows at most, through the first half of the layers, and measures attention from two
     fifths of the layers on: earlier layers choose worse tokens and later ones cost more (docs/decisions/probe.md).
-    Chunks that are still to be computed are hidden from these rows, and so are those that are recomputed in full.
-    Other stored chunks are used as they were placed.
+    Chunks that are still to be computed or `unread` are hidden from these rows. Other stored chunks are used as placed.
 
     Args:
         rows: rows that the last pass would compute.
         unread: segments of which nothing is placed (`PrefillJob.unread`).
         question: positions of the question's own text.
-        buffer: keys and values of the prompt, with the stored chunk-caches in place.
+        buffer: keys and values of the prompt, zeroed here at `absent`; chunk-caches are placed before each layer.
         total_layers: number of layers of the model.
 
     Attributes:
