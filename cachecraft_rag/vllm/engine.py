@@ -292,6 +292,8 @@ class VLLMBackend:
             primed=primed,
             captures=tuple(captures),
             when_stored=True,
+            # A new salt, because blocks that vLLM has kept from an earlier capture would not be captured again.
+            client_salt=secrets.token_hex(8),
             namespace=self.tenant_of(namespace),
         )
         self._fill(ask)
