@@ -302,6 +302,12 @@ class Records:
         numbers = self._ended.get(name, owner=owner) if record is None else record.as_dict()
         return {"id": name} | numbers if numbers else None
 
+    def of_answer(self, answer_id: str, *, owner: Owner) -> dict[str, object] | None:
+        """Return `get` of the request that an answer's id names: of a completion or a response, its first prompt."""
+        # vLLM numbers the prompts of both; a response has several if the server calls tools itself
+        names = (answer_id, f"{answer_id}-0", f"{answer_id}_0")
+        return next(filter(None, (self.get(name, owner=owner) for name in names)), None)
+
 
 class RecordingClient:
     """vLLM's engine client for the handler of one request; it notes the request's outputs."""

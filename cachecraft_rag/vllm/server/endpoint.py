@@ -544,28 +544,22 @@ async def tokenizer(raw_request: Request) -> dict[str, object]:
 
 
 async def statistics(name: str, raw_request: Request) -> dict[str, object]:
-    """Return statistics of a request that was recorded, see `Records.get`, and its audit as "audit".
+    """Return statistics of a request by the id of its answer, see `Records.of_answer`, and its audit as "audit".
 
     Requests with `documents` are recorded, and others in whose prompt a passage was found, or that have a note why it
-    was not searched. "audit" has the values of `Audit`, or None for an answer that was not audited, or not yet. Of a
-    response, the statistics are those of its first prompt.
+    was not searched. "audit" has the values of `Audit`, or None for an answer that was not audited, or not yet.
 
     Raises HTTPException (404) for an unknown answer, one not among the last 1,000, or of another tenant or session.
     """
     endpoint = _endpoint(raw_request)
     engine = endpoint.engine_for(raw_request)
     owner = (engine.namespace, endpoint.session(raw_request))
-    request_id = name
-    numbers = endpoint.records.get(request_id, owner=owner)
-    if numbers is None:
-        # vLLM numbers the prompts of a response: more than one if the server calls tools itself
-        request_id = f"{name}_0"
-        numbers = endpoint.records.get(request_id, owner=owner)
+    numbers = endpoint.records.of_answer(name, owner=owner)
     if numbers is None:
         raise HTTPException(
             404, f"no request {name} with documents is remembered; the last 1,000 are"
         )
-    audit = engine.audit_of(request_id)
+    audit = engine.audit_of(str(numbers["id"]))
     return numbers | {"audit": None if audit is None else audit.as_dict()}
 
 
