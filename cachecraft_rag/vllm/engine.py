@@ -242,7 +242,7 @@ class VLLMBackend:
     # -- the shortest prompt that is reused ---------------------------------------------------------------------------
 
     def measured_min_prompt_tokens(self) -> int:
-        """Return the tokens from which reuse is faster, timed for 5 s or more (`ReuseTiming`); 0 without a GPU."""
+        """Return `ReuseTiming.min_prompt_tokens`, timed for 5 s or more; 0 without a GPU."""
         from vllm.platforms import current_platform
 
         return self._timing().min_prompt_tokens() if current_platform.is_cuda_alike() else 0

@@ -106,6 +106,7 @@ class RequestRecord:
 
     name     see `messages.Ask`
     report   report of the connector, see `filling.Filling.report`
+    layers   number of layers of the model
     begun    True once it was handed to vLLM
     counted  True once its end was counted
     left_to_vllm  True if vLLM computes it without chunk-caches
@@ -113,7 +114,7 @@ class RequestRecord:
     remark   note to the client, sent with the statistics; "" if there is nothing to say
     predicted  the answer's tokens with the predictions, if it is to be audited
     trace    its trace, if vLLM has a tracer provider
-    error    name of the exception that ended it
+    error    name of the exception that ended it, or None
     """
 
     request: Request
@@ -239,9 +240,9 @@ class RequestRecord:
         """Return plain values by name, for JSON.
 
         stats    values of `RequestStats`
-        report   the connector's report; None before it, and if the request was refused
-        refused  reason why vLLM computed the request without chunk-caches; None if it used them, or before the report
-        note     the remark, and why vLLM computed the request; None if there is nothing to say
+        report   the connector's report, or `cached_report` with `left_to_vllm`; None before it, and if it was refused
+        refused  reason why the connector left the request to vLLM; None if it did not, or before its report
+        note     the remark, which has the reason with `left_to_vllm`, and `refused`; None if there is nothing to say
         """
         refused = self.report.get("refused")
         left = f"left to vLLM: {refused}" if refused else ""
@@ -257,7 +258,7 @@ class Records:
     """The latest requests of an API server. To be used in its event loop only."""
 
     def __init__(self, ended: Callable[[RequestRecord], None], *, model: str = "") -> None:
-        """Start without requests; `ended` is called once for each request, when it has ended."""
+        """Start without requests; `ended` is called once for each that has ended, `model` is named in traces."""
         self.model = model
         self._count_ended = ended
         self._under_way: dict[tuple[Owner, str], RequestRecord] = {}

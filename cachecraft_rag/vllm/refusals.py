@@ -86,7 +86,7 @@ _IN_MISTRALS_FORMAT = Refusal(
 
 
 def format_refusal(config: PretrainedConfig, options: VLLMOptions, folder: Path) -> Refusal | None:
-    """Return the refusal of a multimodal checkpoint whose `folder` vLLM would read in Mistral's own format, or None."""
+    """Return the refusal of a multimodal checkpoint if vLLM chooses Mistral's own format for its `folder`, or None."""
     is_multimodal = config.get_text_config() is not config
     has_both = (folder / "params.json").exists() and any(folder.glob("consolidated*.safetensors"))
     if is_multimodal and has_both and options.config_format == "auto":

@@ -129,7 +129,7 @@ class IdleAudits(AuditWork[PredictedAnswer]):
     ) -> None:
         """Have the first `tokens` tokens of an answer, by default all in `predicted`, audited; returns at once.
 
-        Does nothing without `predicted`, and for an answer that vLLM computed without chunk-caches.
+        Does nothing without `predicted`, and if the report names no segments: vLLM computed the whole prompt itself.
         """
         # Without a report of its segments vLLM has computed the prompt itself: there is no reuse to audit.
         if predicted is not None and progress.reports:

@@ -1,7 +1,8 @@
 """vLLM's API server with chunk-caches: chat completions with `documents`, and further routes.
 
 A chat request with the field `documents` becomes a prompt of segments and is served by a copy of vLLM's own handler. A
-request without it is passed to vLLM's own function unchanged.
+request without it is served by vLLM's own function, or searched (`unmarked`) if this server reuses plain prompts.
+Chunk-caches and statistics are those of the tenant and the session that the request's headers name.
 """
 
 from __future__ import annotations
@@ -180,7 +181,7 @@ def _check_server(engine_client: Any, args: Namespace, settings: ConnectorSettin
 
 
 class OtherRoutes:
-    """Middleware that closes vLLM's other routes if the server has tenants, which these routes do not separate.
+    """Middleware that closes vLLM's other routes of POST and websockets, which separate no tenants, if there are any.
 
     Without tenants, a `cache_salt` in a body is digested as in the routes of this package.
     """
@@ -309,12 +310,12 @@ async def _documents_are_well_formed(raw_request: Request) -> None:
 
 
 async def create_chat_completion(request: DocumentChatRequest, raw_request: Request) -> Response:
-    """Serve a chat completion; one with the field `documents`, even an empty list, is served from chunk-caches.
+    """Serve a chat completion; one with the field `documents`, even an empty list, as a prompt of segments.
 
     A request without `documents` is passed to vLLM. If this server reuses plain prompts, its messages are searched on
     the way. Returns JSON, or a stream of server-sent events if the request asks for one; None if the client has gone.
-    Refusals of vLLM's own handler are JSON with the status that it chose; ours are an HTTPException (400), and are
-    counted if the request has `documents`.
+    Refusals of vLLM's own handler are JSON with the status that it chose; ours are an HTTPException (400). With
+    `documents` both are counted, unless it is their form, or a header, that is refused.
     """
     if request.documents is not None:
         return await _with_documents(request, raw_request)
