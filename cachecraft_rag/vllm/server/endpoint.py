@@ -135,7 +135,8 @@ class ChatWithDocuments:
 
         Metrics of the engine are registered with this process's `prometheus_client.REGISTRY`, and a task logs when the
         server accepts requests. vLLM calls this before that, with its `AsyncLLM`, the app's `state` and its parsed
-        arguments; an error ends the server, such as those of `ServerEngine.open` and `check_reuse`.
+        arguments; an error ends the server, such as those of `ServerEngine.open` and `check_reuse`. The engine stays
+        open until the process ends.
         """
         settings = ConnectorSettings.of(engine_client.vllm_config)
         _check_server(engine_client, args, settings)
