@@ -1,4 +1,4 @@
-"""Audits over vLLM: each answer is computed again without reuse, by a request that runs while the server is idle.
+"""Audits over vLLM: chosen answers are computed again without reuse, by requests that run while the server is idle.
 
 While an answer is decoded, vLLM reports the likeliest tokens at each place. The audit's request has the same prompt,
 followed by the answer. The workers compute the prompt exactly, in slices between other requests; vLLM computes
