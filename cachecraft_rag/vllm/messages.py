@@ -86,7 +86,7 @@ class Ask:
     captures     indices of the segments to capture; None: all that are computed, if `config.capture`
     details      True if the report lists the recomputed tokens
     when_stored  True if the answer waits until the captures are stored
-    client_salt  `cache_salt` of the client, which becomes part of this request's salts; "" if it sent none
+    client_salt  part of this request's salts: the client's `cache_salt`, or a random one, to share no blocks; "": none
     idle         True if the request captures new variants or audits: it runs only while the server is idle, computes
                  exactly, and is given up if another request lacks blocks
     never_stored indices of an idle request's found segments that may not be stored yet in any context. No other request

@@ -92,7 +92,7 @@ def cached_report(
 
 
 def reused_tokens(prompt: Prompt, report: FillReport, *, counted_from: int = 0) -> int:
-    """Return how many tokens from position `counted_from` on were reused, unchanged; 0 if the request was refused."""
+    """Return how many tokens from position `counted_from` on were reused, unchanged; 0 without reported segments."""
     progress = RequestProgress()
     progress.reported(report)
     return unchanged_tokens(prompt, progress.segment_reports(), counted_from=counted_from)
@@ -144,7 +144,8 @@ class RequestRecord:
     ) -> Mapping[str, str] | None:
         """Begin the trace of the request and set `trace`; return the headers for vLLM, which name this trace.
 
-        `headers` are the client's, and may name a parent trace. If that fails, it is logged, and they are returned.
+        Only while `is_tracing`. `headers` are the client's, and may name a parent trace; they are returned, and a
+        failure is logged, if the trace cannot begin.
         """
         traced = TracedRequest(
             self.request.started, model, params.max_tokens or 0, params.temperature, params.top_p

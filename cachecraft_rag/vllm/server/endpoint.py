@@ -182,7 +182,7 @@ def _check_server(engine_client: Any, args: Namespace, settings: ConnectorSettin
 
 
 class OtherRoutes:
-    """Middleware that closes vLLM's other routes of POST and websockets, which separate no tenants, if there are any.
+    """Middleware that closes vLLM's other routes of POST and its websockets if the server has tenants to separate.
 
     Without tenants, a `cache_salt` in a body is digested as in the routes of this package.
     """
@@ -316,7 +316,7 @@ async def create_chat_completion(request: DocumentChatRequest, raw_request: Requ
     A request without `documents` is passed to vLLM. If this server reuses plain prompts, its messages are searched on
     the way. Returns JSON, or a stream of server-sent events if the request asks for one; None if the client has gone.
     Refusals of vLLM's own handler are JSON with the status that it chose; ours are an HTTPException (400). With
-    `documents` both are counted, unless it is their form, or a header, that is refused.
+    `documents` both are counted, but not a refused header or malformed documents.
     """
     if request.documents is not None:
         return await _with_documents(request, raw_request)
