@@ -27,6 +27,8 @@ from cachecraft_rag.types.prompts import Prompt, Segment
 from cachecraft_rag.types.variants import VariantKey
 
 _NEXT_CHUNKS = 2  # chunks after which a document's first chunk is captured
+# Tokens that a request to vLLM adds to the captured segments: a question of two, and an answer of one.
+_ADDED = 3
 SIMILAR_CHUNKS = 4  # chunks of other documents after which a document of one chunk is captured
 Related = Callable[[Chunk], Sequence[Chunk]]
 Texts = Sequence[tuple[str, Sequence[Chunk]]]  # documents: the id and the chunks of each
@@ -141,7 +143,7 @@ class Primer:
         self.engine = engine
         self._alone = alone
         self._related = related
-        self._window = min(window, engine.decoder.context_length)
+        self._window = min(window, engine.decoder.context_length - _ADDED)
 
     def prime(
         self, chunks: Sequence[Chunk], *, captured: Callable[[int], None] = lambda _count: None

@@ -73,6 +73,7 @@ class Step:
     report           `kv_transfer_params`; sent with the last step only
     logprobs         for each new token the log-probabilities of the likeliest tokens in its place, if requested
     prompt_logprobs  the same for each token of the prompt; sent with one step, and only if requested
+    error            the exception that ended the request; `Calls.generate` raises it, and yields no such step
     """
 
     tokens: tuple[int, ...]

@@ -242,7 +242,7 @@ class VLLMBackend:
     # -- the shortest prompt that is reused ---------------------------------------------------------------------------
 
     def measured_min_prompt_tokens(self) -> int:
-        """Return the tokens from which reuse is faster, timed for 5 s or more (`ReuseTiming`); 0 without a GPU."""
+        """Return `ReuseTiming.min_prompt_tokens`, timed for 5 s or more; 0 without a GPU."""
         from vllm.platforms import current_platform
 
         return self._timing().min_prompt_tokens() if current_platform.is_cuda_alike() else 0
@@ -277,7 +277,7 @@ class VLLMBackend:
         primed: bool,
         namespace: str = "",
     ) -> None:
-        """Capture segments of a prompt by a request to vLLM without reuse. Returns once each is stored or dropped.
+        """Capture segments of a prompt, stored ones too, by a request to vLLM; return once each is stored or dropped.
 
         Args:
             prompt: system segment and chunks, without a question; segments after the last capture are left out.
@@ -292,6 +292,8 @@ class VLLMBackend:
             primed=primed,
             captures=tuple(captures),
             when_stored=True,
+            # A new salt, because blocks that vLLM has kept from an earlier capture would not be captured again.
+            client_salt=secrets.token_hex(8),
             namespace=self.tenant_of(namespace),
         )
         self._fill(ask)
@@ -299,7 +301,8 @@ class VLLMBackend:
     def note_fixed(self, request: Request, report: FillReport | None) -> None:
         """Note the chunks of an answer that were reused and fixed: they are captured while the engine is idle.
 
-        The tokens of its prompt are added to the budget for that, even if there are no such chunks.
+        The tokens of its prompt are added to the budget for that, even if there are no such chunks. Does nothing if new
+        variants are "off".
 
         Args:
             request: the request that was answered.
@@ -610,20 +613,21 @@ class VLLMEngine(AnswerEngine):
     ) -> Self:
         """Return an engine over a vLLM that is started here, with the chunk-caches below a store folder.
 
-        The folder is made if it is missing; the caller closes the engine. Reuse is checked by a few short requests, and
-        on a GPU `min_prompt_tokens` is measured. If an error is raised, vLLM is ended and the store is closed.
+        The folder is made if it is missing, and its calibration is used; the caller closes the engine. Reuse is checked
+        by a few short requests, and on a GPU `min_prompt_tokens` is measured. If an error is raised, vLLM is ended and
+        the store is closed.
 
         Args:
             model: name or folder of a Hugging Face model, or "demo" for the embedded one.
             store: the folder; several processes may share it.
-            config, options: as in `Engine.from_pretrained`: all other settings, and fields that take precedence. Those
-                that vLLM decides are refused; `plain_prompts` counts in a server only.
+            config, options: all other settings, and fields of `config` by name, which take precedence. Those that vLLM
+                decides are refused; `plain_prompts` counts in a server only.
             server: arguments of vLLM's engine by name, such as `tensor_parallel_size`; None: no others.
 
         Raises:
             UnsupportedModelError: also if these options of vLLM rule reuse out, the heads cannot be divided among the
                 ranks, or there are no weight files on this machine.
-            ConfigError: also for an option in `server` that is set here or rules out audits.
+            ConfigError: also if `server` has model, dtype or kv_transfer_config, or an option that rules out audits.
             TypeError: `server` has a name that vLLM does not know.
         """
         check_text("model", model, empty=False)

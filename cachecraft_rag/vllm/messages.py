@@ -55,10 +55,10 @@ class FillReport(TypedDict, total=False):
     planned_s    time for planning, in seconds
     waited_s     time spent waiting for loads, in seconds
     remote       outcome of the look-up in the remote; None without one
-    fixed        pairs [segment, tokens], see `Candidate.fixed`
-    recomputed   recomputed tokens of each segment, if the request asked for details
+    fixed        pairs [segment, tokens], see `Candidate.fixed`; missing if no new variant is wanted
+    recomputed   offsets in each segment of its recomputed tokens, if the request asked for details
     layer_by_layer  reason why this server fills all prompts, or those with captures, layer by layer; missing if not
-    refused      reason why vLLM computed the prompt without chunk-caches; then there are no other fields
+    refused      reason why vLLM computed the prompt without chunk-caches; the connector then sends no other fields
     given_up     True if the request was given up; then there are no other fields
     """
 
@@ -83,14 +83,14 @@ class Ask:
     config       how chunk-caches are reused
     session      session whose private chunk-caches may be read and written besides the shared ones
     primed       True if its captures come from priming
-    captures     segments to capture; None: those that `config` selects
+    captures     indices of the segments to capture; None: all that are computed, if `config.capture`
     details      True if the report lists the recomputed tokens
     when_stored  True if the answer waits until the captures are stored
-    client_salt  `cache_salt` of the client, which becomes part of this request's salts; "" if it sent none
+    client_salt  part of this request's salts: the client's `cache_salt`, or a random one, to share no blocks; "": none
     idle         True if the request captures new variants or audits: it runs only while the server is idle, computes
                  exactly, and is given up if another request lacks blocks
-    never_stored found segments of an idle request that may not be stored yet in any context. No other request would
-                 store them, so on a busy server the request begins after a while, and is not paused once it has begun
+    never_stored indices of an idle request's found segments that may not be stored yet in any context. No other request
+                 would store them, so on a busy server it begins after a while, and is not paused once it has begun
     own_tokens   tokens at the end of the prompt that vLLM computes itself: one, or in an audit one for each token of
                  the answer, because vLLM predicts the next token only where it computes
     namespace    tenant of the request; "": the server's own

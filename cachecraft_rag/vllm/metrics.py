@@ -111,7 +111,7 @@ class ServerStatistics(StatLoggerBase):
     hits, and work in idle time does not count as waiting.
 
     Attributes:
-        latest: (number of vLLM's engine, sender) → counts.
+        latest: (number of vLLM's engine, "scheduler" or "worker") → counts of the store there.
         on_report: takes the name and the report of each filled request.
     """
 

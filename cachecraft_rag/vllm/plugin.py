@@ -76,7 +76,7 @@ SEAL_KEY = "CACHECRAFT_SEAL_KEY"
 def register() -> None:
     """Register the models of `ARCHITECTURES` and the connector with vLLM; may be called any number of times.
 
-    The environment variable `SEAL_KEY` gets a random key, unless it is set.
+    The environment variable CACHECRAFT_SEAL_KEY gets a random key, unless it is set.
 
     The models take the place of vLLM's classes of the same architectures. Plain `vllm serve` loads this entry point of
     `vllm.general_plugins` too, and an exception would end that server: failures are only logged, and so is an unknown

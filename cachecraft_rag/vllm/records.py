@@ -92,7 +92,7 @@ def cached_report(
 
 
 def reused_tokens(prompt: Prompt, report: FillReport, *, counted_from: int = 0) -> int:
-    """Return how many tokens from position `counted_from` on were reused, unchanged; 0 if the request was refused."""
+    """Return how many tokens from position `counted_from` on were reused, unchanged; 0 without reported segments."""
     progress = RequestProgress()
     progress.reported(report)
     return unchanged_tokens(prompt, progress.segment_reports(), counted_from=counted_from)
@@ -106,6 +106,7 @@ class RequestRecord:
 
     name     see `messages.Ask`
     report   report of the connector, see `filling.Filling.report`
+    layers   number of layers of the model
     begun    True once it was handed to vLLM
     counted  True once its end was counted
     left_to_vllm  True if vLLM computes it without chunk-caches
@@ -113,7 +114,7 @@ class RequestRecord:
     remark   note to the client, sent with the statistics; "" if there is nothing to say
     predicted  the answer's tokens with the predictions, if it is to be audited
     trace    its trace, if vLLM has a tracer provider
-    error    name of the exception that ended it
+    error    name of the exception that ended it, or None
     """
 
     request: Request
@@ -143,7 +144,8 @@ class RequestRecord:
     ) -> Mapping[str, str] | None:
         """Begin the trace of the request and set `trace`; return the headers for vLLM, which name this trace.
 
-        `headers` are the client's, and may name a parent trace. If that fails, it is logged, and they are returned.
+        Only while `is_tracing`. `headers` are the client's, and may name a parent trace; they are returned, and a
+        failure is logged, if the trace cannot begin.
         """
         traced = TracedRequest(
             self.request.started, model, params.max_tokens or 0, params.temperature, params.top_p
@@ -239,9 +241,9 @@ class RequestRecord:
         """Return plain values by name, for JSON.
 
         stats    values of `RequestStats`
-        report   the connector's report; None before it, and if the request was refused
-        refused  reason why vLLM computed the request without chunk-caches; None if it used them, or before the report
-        note     the remark, and why vLLM computed the request; None if there is nothing to say
+        report   the connector's report, or `cached_report` with `left_to_vllm`; None before it, and if it was refused
+        refused  reason why the connector left the request to vLLM; None if it did not, or before its report
+        note     the remark, which has the reason with `left_to_vllm`, and `refused`; None if there is nothing to say
         """
         refused = self.report.get("refused")
         left = f"left to vLLM: {refused}" if refused else ""
@@ -257,7 +259,7 @@ class Records:
     """The latest requests of an API server. To be used in its event loop only."""
 
     def __init__(self, ended: Callable[[RequestRecord], None], *, model: str = "") -> None:
-        """Start without requests; `ended` is called once for each request, when it has ended."""
+        """Start without requests; `ended` is called once for each that has ended, `model` is named in traces."""
         self.model = model
         self._count_ended = ended
         self._under_way: dict[tuple[Owner, str], RequestRecord] = {}
@@ -301,6 +303,12 @@ class Records:
         record = self._under_way.get((owner, name))
         numbers = self._ended.get(name, owner=owner) if record is None else record.as_dict()
         return {"id": name} | numbers if numbers else None
+
+    def of_answer(self, answer_id: str, *, owner: Owner) -> dict[str, object] | None:
+        """Return `get` of the request that an answer's id names: of a completion or a response, its first prompt."""
+        # vLLM numbers the prompts of both; a response has several if the server calls tools itself
+        names = (answer_id, f"{answer_id}-0", f"{answer_id}_0")
+        return next(filter(None, (self.get(name, owner=owner) for name in names)), None)
 
 
 class RecordingClient:

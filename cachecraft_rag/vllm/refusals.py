@@ -89,9 +89,10 @@ def format_refusal(config: PretrainedConfig, options: VLLMOptions, folder: Path)
     """Return the refusal of a multimodal checkpoint whose `folder` vLLM would read in Mistral's own format, or None."""
     is_multimodal = config.get_text_config() is not config
     has_both = (folder / "params.json").exists() and any(folder.glob("consolidated*.safetensors"))
-    if is_multimodal and has_both and options.config_format == "auto":
-        return _IN_MISTRALS_FORMAT
-    return None
+    is_read_so = options.config_format == "mistral" or (
+        options.config_format == "auto" and has_both
+    )
+    return _IN_MISTRALS_FORMAT if is_multimodal and is_read_so else None
 
 
 def refusal(config: PretrainedConfig, options: VLLMOptions) -> Refusal | None:

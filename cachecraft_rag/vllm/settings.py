@@ -124,14 +124,15 @@ class ConnectorSettings:
 
     @property
     def namespace(self) -> str:
-        """The namespace of `config`, that is the tenant; chunk-caches are never shared between namespaces."""
+        """The server's own namespace, that of `config`; tenants in a request's header have others."""
         return self.config.namespace
 
     @classmethod
     def of(cls, vllm_config: VLLMConfig) -> ConnectorSettings:
         """Return the settings in the config of a running vLLM; if `vllm serve` started it, those of the environment.
 
-        Then the model's files are read too. Raises ConfigError without this package's connector, or then without a key.
+        Then the model's files are read too, and `endpoint` is that of the connector's extra config. Raises ConfigError
+        without this package's connector, or then without a key.
         """
         extra = _own_config(vllm_config.kv_transfer_config)
         settings = extra.get(_KEY)

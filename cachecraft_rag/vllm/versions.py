@@ -9,7 +9,7 @@ import os
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
-from cachecraft_rag.errors import ConfigError
+from cachecraft_rag.errors import ConfigError, MissingPackageError
 
 KNOWN_VERSIONS = ("0.32", "0.33")
 _INSTALL = (
@@ -41,21 +41,22 @@ def is_cpu_build() -> bool:
 
 
 def require_installed() -> None:
-    """Check that vLLM is installed, without importing it. Raises ConfigError that says what to install."""
+    """Check that vLLM is installed, without importing it. Raises MissingPackageError."""
     if find_spec("vllm") is None:
-        raise ConfigError(_INSTALL)
+        raise MissingPackageError(_INSTALL)
 
 
 def require_vllm() -> None:
     """Check that a known version of vLLM is installed, and make vLLM spawn its processes.
 
     A forked process would inherit the store's locks without the threads that release them. Imports vLLM, and sets the
-    environment variable `VLLM_WORKER_MULTIPROC_METHOD` to "spawn", unless it is set already.
+    environment variable `VLLM_WORKER_MULTIPROC_METHOD` to "spawn", unless it is set already. Raises MissingPackageError
+    without vLLM, ConfigError for another version.
     """
     try:
         import vllm
     except ImportError as error:
-        raise ConfigError(_INSTALL) from error
+        raise MissingPackageError(_INSTALL) from error
     if not is_known_version(vllm.__version__):
         known = " or ".join(KNOWN_VERSIONS)
         raise ConfigError(

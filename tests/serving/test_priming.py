@@ -144,6 +144,16 @@ def test_an_instruction_that_fills_a_pass_is_named(engine: Engine) -> None:
             ask()
 
 
+def test_a_pass_leaves_room_for_the_question_and_the_answer_of_a_request_to_vllm(
+    engine: Engine,
+) -> None:
+    most = engine.decoder.context_length - len(engine.prompts.system.token_ids) - 3
+    empty = LENGTH - len(DOCUMENT[0].text)
+    widest = Primer(engine, window=engine.decoder.context_length)
+    assert widest.fits(Chunk("x" * (most - empty)))
+    assert not widest.fits(Chunk("x" * (most - empty + 1)))
+
+
 def test_whether_a_chunk_fits_a_pass_can_be_asked(engine: Engine) -> None:
     one = primer(engine, chunks_per_pass=1)
     assert one.fits(DOCUMENT[0])

@@ -1,4 +1,4 @@
-"""A question that an engine over vLLM leaves to vLLM carries no message, and nothing of it is planned."""
+"""What an engine over vLLM sends: no message for a question that it leaves to vLLM, and new salts for captures."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ class Played:
 
     engine: VLLMEngine
     sent: list[dict[str, Any]]  # `extra_args` of each request
+    prompts: list[dict[str, Any]]  # vLLM's prompt of each request
 
     def ask(self, **reuse: Any) -> Any:
         """Ask about the chunks; returns the statistics."""
@@ -52,9 +53,11 @@ def played(
     monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[Played]:
     sent: list[dict[str, Any]] = []
+    prompts: list[dict[str, Any]] = []
 
     def generate(prompt: dict[str, object], params: Any) -> Iterator[Step]:
         sent.append(params.extra_args or {})
+        prompts.append(prompt)
         yield Step((1,), finished=True)
 
     delta = SimpleNamespace(RequestOutputKind=SimpleNamespace(DELTA="delta"))
@@ -66,7 +69,7 @@ def played(
     with ChunkCacheStore.open(tmp_path) as store:
         model = ServedModel("tiny", None, byte_tokenizer, *facts)
         engine = VLLMEngine(model, store, EngineConfig(), serving=calls, key="key")
-        yield Played(engine, sent)
+        yield Played(engine, sent, prompts)
         engine.close()
 
 
@@ -109,3 +112,15 @@ def test_a_shortest_length_that_was_measured_leaves_shorter_questions_to_vllm(
     assert played.sent == [{}]
     assert not work
     assert "min_prompt_tokens" in stats.chunks[0].reason
+
+
+def test_what_is_captured_a_second_time_is_not_taken_from_the_prefix_cache(
+    played: Played,
+) -> None:
+    """Blocks that vLLM still has would not be captured, such as of chunks that were evicted and primed again."""
+    prompt = played.engine.prompts.build("Is it?", CHUNKS)
+    for _ in range(2):
+        played.engine.capture(prompt, (0, 1, 2), primed=True)
+    first, second = played.prompts
+    assert first["prompt_token_ids"] == second["prompt_token_ids"]
+    assert first["cache_salt"] != second["cache_salt"]

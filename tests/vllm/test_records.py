@@ -275,6 +275,19 @@ def test_a_request_of_another_tenant_with_the_same_id_hides_no_statistics() -> N
     assert records.get("chatcmpl-1", owner=("cobalt", None)) is None
 
 
+@pytest.mark.parametrize("numbered", ["chatcmpl-1", "cmpl-1-0", "resp_1_0"])
+def test_statistics_are_found_by_the_id_of_the_answer(numbered: str) -> None:
+    """vLLM numbers the prompts of completions and responses, and their answers have no number."""
+    request = Request(PROMPT, ReuseConfig(), SamplingParams(), None, 0.0)
+    records = Records(lambda _: None)
+    records.begin(numbered, RequestRecord(request, LAYERS))
+    for answer_id in (numbered.removesuffix("-0").removesuffix("_0"), numbered):
+        found = records.of_answer(answer_id, owner=("", None))
+        assert found is not None
+        assert found["id"] == numbered
+    assert records.of_answer("cmpl-2", owner=("", None)) is None
+
+
 @pytest.mark.parametrize("remark", ["", "nothing was captured: alpha would shape chunk-caches"])
 def test_the_note_says_why_vllm_computed_a_request(remark: str) -> None:
     record = RequestRecord(

@@ -622,6 +622,9 @@ def test_a_checkpoint_that_vllm_reads_in_mistrals_format_is_refused_before_vllm_
         VLLMModel.load(str(folder), options=VLLMOptions())
     as_published = VLLMOptions.from_arguments(["--config-format", "hf"])
     VLLMModel.load(str(folder), options=as_published)
+    as_mistrals = VLLMOptions.from_arguments(["--config-format", "mistral"])
+    with pytest.raises(UnsupportedModelError, match="--config-format hf"):
+        VLLMModel.load(str(folder), options=as_mistrals)
 
 
 def test_a_store_is_not_shared_between_quantisations(model_folder: Callable[[str], Path]) -> None:

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from cachecraft_rag.cli.app import app
 from cachecraft_rag.engine.config import EngineConfig
 from cachecraft_rag.engine.settings import known_settings
-from cachecraft_rag.errors import ConfigError, UnsupportedModelError
+from cachecraft_rag.errors import ConfigError, MissingPackageError, UnsupportedModelError
 from cachecraft_rag.planning.config import ReuseConfig, ReuseMethod
 from cachecraft_rag.server.documents import Asked, plain_config, uncaptured_note
 from cachecraft_rag.server.settings import EndpointSettings
@@ -36,7 +36,7 @@ from cachecraft_rag.vllm.served_model import VLLMModel
 from cachecraft_rag.vllm.server import launch as server
 from cachecraft_rag.vllm.server.server_engine import ServerEngine
 from cachecraft_rag.vllm.settings import ConnectorSettings, check_config, check_tenants
-from cachecraft_rag.vllm.versions import require_vllm
+from cachecraft_rag.vllm.versions import require_installed, require_vllm
 
 # What a client says with each question, or does itself before it asks.
 OF_CLIENTS = {"embeddings", "top_k", *(one.name for one in fields(SamplingParams))}
@@ -383,6 +383,15 @@ def test_a_version_that_is_not_known_is_refused(monkeypatch: pytest.MonkeyPatch)
                 ConfigError, match=f"vLLM {version} is installed, and this needs 0.32 or 0.33"
             ):
                 require_vllm()
+
+
+@pytest.mark.parametrize("require", [require_installed, require_vllm])
+def test_without_vllm_the_missing_package_is_named(
+    monkeypatch: pytest.MonkeyPatch, require: Callable[[], None]
+) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)  # as if it were not installed
+    with pytest.raises(MissingPackageError, match=r"cachecraft-rag\[vllm\]"):
+        require()
 
 
 def test_the_plugin_registers_nothing_in_an_unknown_vllm(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Audits over vLLM: each answer is computed again without reuse, by a request that runs while the server is idle.
+"""Audits over vLLM: chosen answers are computed again without reuse, by requests that run while the server is idle.
 
 While an answer is decoded, vLLM reports the likeliest tokens at each place. The audit's request has the same prompt,
 followed by the answer. The workers compute the prompt exactly, in slices between other requests; vLLM computes
@@ -129,7 +129,7 @@ class IdleAudits(AuditWork[PredictedAnswer]):
     ) -> None:
         """Have the first `tokens` tokens of an answer, by default all in `predicted`, audited; returns at once.
 
-        Does nothing without `predicted`, and for an answer that vLLM computed without chunk-caches.
+        Does nothing without `predicted`, and if the report names no segments: vLLM computed the whole prompt itself.
         """
         # Without a report of its segments vLLM has computed the prompt itself: there is no reuse to audit.
         if predicted is not None and progress.reports:

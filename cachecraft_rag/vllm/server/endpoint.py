@@ -1,7 +1,8 @@
 """vLLM's API server with chunk-caches: chat completions with `documents`, and further routes.
 
 A chat request with the field `documents` becomes a prompt of segments and is served by a copy of vLLM's own handler. A
-request without it is passed to vLLM's own function unchanged.
+request without it is served by vLLM's own function, or searched (`unmarked`) if this server reuses plain prompts.
+Chunk-caches and statistics are those of the tenant and the session that the request's headers name.
 """
 
 from __future__ import annotations
@@ -134,7 +135,8 @@ class ChatWithDocuments:
 
         Metrics of the engine are registered with this process's `prometheus_client.REGISTRY`, and a task logs when the
         server accepts requests. vLLM calls this before that, with its `AsyncLLM`, the app's `state` and its parsed
-        arguments; an error ends the server, such as those of `ServerEngine.open` and `check_reuse`.
+        arguments; an error ends the server, such as those of `ServerEngine.open` and `check_reuse`. The engine stays
+        open until the process ends.
         """
         settings = ConnectorSettings.of(engine_client.vllm_config)
         _check_server(engine_client, args, settings)
@@ -180,7 +182,7 @@ def _check_server(engine_client: Any, args: Namespace, settings: ConnectorSettin
 
 
 class OtherRoutes:
-    """Middleware that closes vLLM's other routes if the server has tenants, which these routes do not separate.
+    """Middleware that closes vLLM's other routes of POST and its websockets if the server has tenants to separate.
 
     Without tenants, a `cache_salt` in a body is digested as in the routes of this package.
     """
@@ -309,12 +311,12 @@ async def _documents_are_well_formed(raw_request: Request) -> None:
 
 
 async def create_chat_completion(request: DocumentChatRequest, raw_request: Request) -> Response:
-    """Serve a chat completion; one with the field `documents`, even an empty list, is served from chunk-caches.
+    """Serve a chat completion; one with the field `documents`, even an empty list, as a prompt of segments.
 
     A request without `documents` is passed to vLLM. If this server reuses plain prompts, its messages are searched on
     the way. Returns JSON, or a stream of server-sent events if the request asks for one; None if the client has gone.
-    Refusals of vLLM's own handler are JSON with the status that it chose; ours are an HTTPException (400), and are
-    counted if the request has `documents`.
+    Refusals of vLLM's own handler are JSON with the status that it chose; ours are an HTTPException (400). With
+    `documents` both are counted, but not a refused header or malformed documents.
     """
     if request.documents is not None:
         return await _with_documents(request, raw_request)
@@ -544,28 +546,22 @@ async def tokenizer(raw_request: Request) -> dict[str, object]:
 
 
 async def statistics(name: str, raw_request: Request) -> dict[str, object]:
-    """Return statistics of a request that was recorded, see `Records.get`, and its audit as "audit".
+    """Return statistics of a request by the id of its answer, see `Records.of_answer`, and its audit as "audit".
 
     Requests with `documents` are recorded, and others in whose prompt a passage was found, or that have a note why it
-    was not searched. "audit" has the values of `Audit`, or None for an answer that was not audited, or not yet. Of a
-    response, the statistics are those of its first prompt.
+    was not searched. "audit" has the values of `Audit`, or None for an answer that was not audited, or not yet.
 
     Raises HTTPException (404) for an unknown answer, one not among the last 1,000, or of another tenant or session.
     """
     endpoint = _endpoint(raw_request)
     engine = endpoint.engine_for(raw_request)
     owner = (engine.namespace, endpoint.session(raw_request))
-    request_id = name
-    numbers = endpoint.records.get(request_id, owner=owner)
-    if numbers is None:
-        # vLLM numbers the prompts of a response: more than one if the server calls tools itself
-        request_id = f"{name}_0"
-        numbers = endpoint.records.get(request_id, owner=owner)
+    numbers = endpoint.records.of_answer(name, owner=owner)
     if numbers is None:
         raise HTTPException(
             404, f"no request {name} with documents is remembered; the last 1,000 are"
         )
-    audit = engine.audit_of(request_id)
+    audit = engine.audit_of(str(numbers["id"]))
     return numbers | {"audit": None if audit is None else audit.as_dict()}
 
 

@@ -53,7 +53,7 @@ def serve(
             use, unless `arguments` name another.
         store: folder of the store.
         config: of the engine; what vLLM decides itself is refused.
-        endpoint: for requests with documents; its folder and name are filled in here.
+        endpoint: settings of requests; `root` and `model` are filled in here.
         arguments: further ones of vLLM's server, as on its command line.
         json_logs: write the log lines of all processes as JSON, those of vLLM and of HTTP requests too, unless vLLM is
             given another logging configuration.

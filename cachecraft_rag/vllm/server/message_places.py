@@ -114,7 +114,7 @@ class Searched:
 def locate_messages(
     prompt: PromptText | None, messages: Sequence[Message], *, search_system: bool
 ) -> Searched:
-    """Locate each message to search in a rendered prompt.
+    """Locate each of `searched_messages` in a rendered prompt.
 
     The chat template may strip a message or write it as a JSON string. A message whose text it changes or leaves out
     is not searched, and `remark` names it.

@@ -182,7 +182,7 @@ class ServerEngine(AnswerEngine):
         return self._backend.layer_by_layer
 
     def check_reuse(self) -> None:
-        """Raise UnsupportedModelError if reuse is not exact here; then measure and set `min_prompt_tokens`."""
+        """Check that reuse is exact, see `VLLMBackend.check_reuse`, then measure and set `min_prompt_tokens`."""
         self._backend.check_reuse()
         self.min_prompt_tokens = self._backend.measured_min_prompt_tokens()
 

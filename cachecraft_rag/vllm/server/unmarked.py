@@ -96,7 +96,7 @@ class Origin:
 
     @property
     def owner(self) -> str | None:
-        """Session that owns the request's passages; without one the salt counts as such. None: all share them."""
+        """Session that owns the request's passages; without one the salt counts as such. None: its tenant's."""
         return owner_of(self.session, self.salt)
 
 
@@ -167,9 +167,9 @@ class ServedPrompts:
     def longest(self, ids: Sequence[int], origin: Origin) -> tuple[int, Ask | None]:
         """Return the tokens of the longest prefix that was served, a multiple of 16, and the ask that filled it.
 
-        The ask is None if vLLM computed the prefix without chunk-caches. Only prompts that were noted with an equal
-        `origin`, except for its `quality`, count; of a prompt that was served from chunk-caches, only prefixes that
-        hold all of its chunks. Raises OverflowError for a token id of more than 63 bits.
+        (0, None) without one; the ask is None too if vLLM computed the prefix without chunk-caches. Only prompts noted
+        with an equal `origin`, except for its `quality`, count; of one that was served from chunk-caches, only prefixes
+        that hold all of its chunks. Raises OverflowError for a token id of more than 63 bits.
         """
         length = 0
         ask: Ask | None = None
@@ -222,7 +222,7 @@ class PlainPrompts:
     def locate(
         self, prompt: Mapping[str, Any], messages: Sequence[Message], *, search_system: bool
     ) -> Searched:
-        """Return the parts of vLLM's prompt with messages of users, tools and, if `search_system`, the system."""
+        """Return the parts of vLLM's prompt to search, see `locate_messages`."""
         text = self._offsets.prompt_text(prompt)
         return locate_messages(text, messages, search_system=search_system)
 
@@ -377,7 +377,7 @@ class PlainPrompts:
         return {FIELD: self._engine.transfer(ask)[FIELD]}, ask.cache_salt(self._engine.namespace)
 
     def record(self, prepared: Prepared) -> RequestRecord:
-        """Return a new record of a request; chance decides if its answer is audited, unless vLLM alone computes it."""
+        """Return a new record of a request; chance may select its answer for an audit if chunk-caches serve it."""
         name = prepared.request.request_id
         return RequestRecord(
             prepared.request,
