@@ -21,7 +21,16 @@ from cachecraft_rag.client.replies import (
     report_of,
 )
 from cachecraft_rag.errors import CacheCraftError, ConfigError, ContextLengthError, ServerError
-from cachecraft_rag.server.wire import ADMIN_HEADER, CHAT, FACTS, PROTOCOL, REQUESTS, TOKENIZER
+from cachecraft_rag.server.wire import (
+    ADMIN_HEADER,
+    ADMIN_KEY_VARIABLE,
+    API_KEY_VARIABLE,
+    CHAT,
+    FACTS,
+    PROTOCOL,
+    REQUESTS,
+    TOKENIZER,
+)
 from cachecraft_rag.serving.audits.audit import Audit
 
 logger = logging.getLogger("cachecraft_rag.client")
@@ -290,11 +299,15 @@ class Link:
             message = printable(content[:400].decode(errors="replace"))
         status = reply.status_code
         if status == 403 and ADMIN_HEADER in message:
-            return ServerError(f"{self.url}: {message}: connect(…, admin_key=…)")
+            return ServerError(
+                f"{self.url}: {message}: set {ADMIN_KEY_VARIABLE} for a command, in Python connect(…, admin_key=…)"
+            )
         if status == 403 and "--admin-key-file" in message:
             return ServerError(f"{self.url}: {message}")
         if status in (401, 403):
-            return ServerError(f"{self.url} asks for a key: connect(…, api_key=…)")
+            return ServerError(
+                f"{self.url} asks for a key: set {API_KEY_VARIABLE} for a command, in Python connect(…, api_key=…)"
+            )
         if status == 404 and reply.url.path.endswith(FACTS):
             return ServerError(self._not_ours())
         if status == 400:
