@@ -26,6 +26,7 @@ from cachecraft_rag.server.wire import (
     ADMIN_KEY_VARIABLE,
     API_KEY_VARIABLE,
     CHAT,
+    CONTEXT_LENGTH_CODE,
     FACTS,
     PROTOCOL,
     REQUESTS,
@@ -94,8 +95,8 @@ class _Deadline:
 class Link:
     """HTTP requests to one server; thread-safe. Every request raises ServerError after `close`.
 
-    A reply with status 400 is a ConfigError, or a ContextLengthError if its message names a context. Every other
-    failure of the server is a ServerError.
+    A reply with status 400 is a ConfigError, or a ContextLengthError if its code is "context_length_exceeded" or its
+    message names a context. Every other failure of the server is a ServerError.
 
     Args:
         url: of the server; a "/v1" at its end is left out.
@@ -293,8 +294,11 @@ class Link:
             deadline.end()
 
     def _error(self, reply: httpx.Response, content: bytes) -> CacheCraftError:
+        code: object = None
         try:
-            message = _message_of(mapping_of(parsed_json(content))["error"])
+            error = mapping_of(parsed_json(content))["error"]
+            message = _message_of(error)
+            code = error.get("code") if isinstance(error, dict) else None
         except (LookupError, TypeError, ValueError, RecursionError):  # not in vLLM's form
             message = printable(content[:400].decode(errors="replace"))
         status = reply.status_code
@@ -311,7 +315,8 @@ class Link:
         if status == 404 and reply.url.path.endswith(FACTS):
             return ServerError(self._not_ours())
         if status == 400:
-            return ContextLengthError(message) if "context" in message else ConfigError(message)
+            is_too_long = code == CONTEXT_LENGTH_CODE or "context" in message
+            return ContextLengthError(message) if is_too_long else ConfigError(message)
         return ServerError(f"{self.url} answered {status}: {message}")
 
     def _closed(self) -> ServerError:

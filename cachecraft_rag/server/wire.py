@@ -14,6 +14,7 @@ ADMIN_HEADER = "X-CacheCraft-Admin-Key"
 # environment variables with the keys that commands send to a server; `cachecraft serve` reads the first one, too
 API_KEY_VARIABLE = "CACHECRAFT_API_KEY"
 ADMIN_KEY_VARIABLE = "CACHECRAFT_ADMIN_KEY"
+CONTEXT_LENGTH_CODE = "context_length_exceeded"  # code of an error, as in OpenAI's
 
 MOST_DOCUMENTS = 1000
 MOST_PRIMED = 4 << 20  # characters per request to prime: a book of a thousand pages

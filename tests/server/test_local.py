@@ -18,7 +18,7 @@ import pytest
 
 from cachecraft_rag.client.http import HTTPEngine
 from cachecraft_rag.engine.config import EngineTuning
-from cachecraft_rag.errors import ServerError
+from cachecraft_rag.errors import ContextLengthError, ServerError
 from cachecraft_rag.prompt.builder import DEFAULT_SYSTEM
 from cachecraft_rag.server.local.answers import Answer
 from cachecraft_rag.server.local.embeddings import Embeddings
@@ -635,6 +635,14 @@ def test_chunks_are_measured_with_the_instruction_of_the_server(serve: Serve) ->
     with HTTPEngine.connect(serve(folder="short").url, system=long) as engine:
         assert engine.primer().fits(chunk)
         assert engine.prime([chunk]) > 0
+
+
+def test_a_chunk_that_is_too_long_to_prime_is_the_same_error_as_in_process(server: Served) -> None:
+    chunk = Chunk("vinegar " * 300)
+    with HTTPEngine.connect(server.url) as engine:
+        for primer in (engine.primer(), server.engine.primer()):
+            with pytest.raises(ContextLengthError, match="does not fit a pass"):
+                primer.prime([chunk])
 
 
 def test_our_client_reads_that_the_server_is_busy(serve: Serve) -> None:
