@@ -28,7 +28,7 @@ _SHOWN = 120  # characters of a wrong value in a message
 def shown(value: object) -> str:
     """Return a short and printable form of a wrong value, for a message: at most 120 characters and an ellipsis.
 
-    That is its `repr`, non-ASCII characters escaped if any cannot be printed.
+    That is its `repr`, with characters escaped that cannot be printed.
 
     >>> shown("2GB"), shown(10**5000)
     ("'2GB'", 'a number of 16610 bits')
@@ -40,7 +40,7 @@ def shown(value: object) -> str:
         text = repr(value)
     except (ValueError, RecursionError):
         text = f"a {type(value).__name__}"
-    text = text.encode("ascii", "backslashreplace").decode() if not text.isprintable() else text
+    text = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
 
 

@@ -29,7 +29,7 @@ Every message says what to do next. A missing or corrupt chunk-cache is never an
 | a capture cannot be stored | nothing: it is dropped, logged and counted in the store's statistics |
 | a remote of the store fails | nothing: the statistics say so |
 | a server fails | `ServerError` |
-| a server refuses a request | `ConfigError`, or `ContextLengthError` if its message names a context |
+| a server refuses a request | `ConfigError`, or `ContextLengthError` if its code or message names the context |
 | too many requests wait | `BusyError`, `WaitTimeoutError` |
 | the engine does not support a call | `UnsupportedCallError` |
 | the task is cancelled | `CancelledError`; the answer ends |

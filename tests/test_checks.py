@@ -161,10 +161,19 @@ def test_lists_become_tuples() -> None:
     assert SamplingParams(stop=["a"]).stop == ("a",)  # type: ignore[arg-type]
 
 
+class SeveralLines:
+    def __repr__(self) -> str:
+        return "first\nsecond\x1b[0m ä"
+
+
 @given(GARBAGE)
 def test_any_value_can_be_shown(value: Any) -> None:
     assert shown(value).isprintable()
     assert len(shown(value)) < 200
+
+
+def test_a_value_of_several_lines_is_shown_on_one() -> None:
+    assert shown(SeveralLines()) == r"first\nsecond\x1b[0m ä"
 
 
 def test_a_bool_is_no_number_and_nan_is_in_no_range() -> None:

@@ -84,8 +84,8 @@ def load(settings: Settings, *, server: str | None = None, **chosen: object) -> 
     bars and warnings of other libraries are switched off for this process (`quiet_libraries`).
 
     Args:
-        server: address of a server that `cachecraft serve` started and that asks for no key. Of the settings only
-            `store`, `embeddings` and a given `system` are then used; the others are checked.
+        server: address of a server that `cachecraft serve` started; its keys are those of `options.server_keys`. Of the
+            settings only `store`, `embeddings` and a given `system` are then used; the others are checked.
         chosen: options of `EngineConfig`; they override the settings. Over a server only `system` is possible.
     """
     if server is not None:
@@ -103,7 +103,9 @@ def load(settings: Settings, *, server: str | None = None, **chosen: object) -> 
             options_of_index["embeddings"] = settings["embeddings"]
         if server is not None:
             system = (settings.given() | chosen).get("system")
-            return CacheCraft.connect(server, store=store, system=system, **options_of_index)
+            return CacheCraft.connect(
+                server, store=store, system=system, **options.server_keys(), **options_of_index
+            )
         options.quiet_libraries()
         return CacheCraft.from_pretrained(model, store=store, config=config, **options_of_index)
 
@@ -290,8 +292,9 @@ class AskingOptions:
     """Options of questions.
 
     where   only chunks with this metadata: source=docs/kettle.md, or source=docs/* ; may be repeated
-    server  ask the model of a server that `cachecraft serve` started without a key, such as http://127.0.0.1:8000.
-            Options about the model and its chunk-caches are then the server's own
+    server  ask the model of a server that `cachecraft serve` started, such as http://127.0.0.1:8000. Options about the
+            model and its chunk-caches are then the server's own. Its keys are read from CACHECRAFT_API_KEY and
+            CACHECRAFT_ADMIN_KEY, which removing documents needs
     """
 
     where: list[str] | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import math
+import os
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -13,7 +14,7 @@ from dataclasses import MISSING, fields
 from datetime import timedelta
 from functools import wraps
 from types import MappingProxyType
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, TypedDict, get_type_hints
 
 import typer
 from rich import progress as bars
@@ -24,6 +25,7 @@ from cachecraft_rag.cli.console import as_json, err, out
 from cachecraft_rag.engine.settings import descriptions, flag_of, known_settings, load_settings
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.retrievers.index.filters import composed
+from cachecraft_rag.server.wire import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE
 from cachecraft_rag.types.documents import Metadata
 from cachecraft_rag.types.progress import Progress
 
@@ -142,6 +144,24 @@ ANSWER_KEYS = (
     "seed",
     "stop",
 )
+
+
+class ServerKeys(TypedDict):
+    """Keys of a server, see `HTTPEngine.connect`."""
+
+    api_key: str | None
+    admin_key: str | None
+
+
+def server_keys() -> ServerKeys:
+    """Return the keys for a server of --server from the environment; None for a variable that is unset or empty.
+
+    No option takes them: other users of the computer see command lines.
+    """
+    return {
+        "api_key": os.environ.get(API_KEY_VARIABLE) or None,
+        "admin_key": os.environ.get(ADMIN_KEY_VARIABLE) or None,
+    }
 
 
 def takes(

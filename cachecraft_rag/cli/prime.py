@@ -77,8 +77,8 @@ class PrimeOptions:
 
     alone     each text after a fixed passage instead of its neighbours, which then do not shape it
     estimate  only say what would be computed
-    server    prime in a server that `cachecraft serve` started and that asks for no key, such as
-              http://127.0.0.1:8000; of the options about the engine it takes --system alone
+    server    prime in a server that `cachecraft serve` started, such as http://127.0.0.1:8000. Its keys are read from
+              CACHECRAFT_API_KEY and CACHECRAFT_ADMIN_KEY
     """
 
     alone: bool = False
@@ -134,7 +134,7 @@ def _opened(settings: Settings, server: str | None) -> AnswerEngine:
             from cachecraft_rag.client.http import HTTPEngine
 
             system = settings["system"] if "system" in settings.given() else None
-            return HTTPEngine.connect(server, system=system)
+            return HTTPEngine.connect(server, system=system, **options.server_keys())
         from cachecraft_rag.engine.loading import engine_loader
 
         options.quiet_libraries()

@@ -18,7 +18,7 @@ from cachecraft_rag.engine.settings import Settings, flag_of, known_settings
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.planning.config import PlainPromptsMode
 from cachecraft_rag.server.settings import ClientSettings, EndpointSettings
-from cachecraft_rag.server.wire import LOOPBACK
+from cachecraft_rag.server.wire import API_KEY_VARIABLE, LOOPBACK
 from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store.remote.config import keys_in
 
@@ -44,7 +44,7 @@ _OF_CLIENTS = ("max_new_tokens", "temperature", "top_p", "seed", "stop")
 _DEFAULTS = {"max_new_tokens": 1024}
 API_KEY = typer.Option(
     "--api-key",
-    envvar="CACHECRAFT_API_KEY",
+    envvar=API_KEY_VARIABLE,
     help="Key that requests to /v1 must bring; other users of this computer see it on a command line, so better set "
     "the variable.",
     metavar="TEXT",

@@ -89,6 +89,7 @@ class HTTPEngine(AnswerEngine):
         self._model = model
         self._facts = facts
         self._system = system
+        self._has_warned = False  # of priming after another instruction
         # take the report of an answer that has ended, by its id
         self._unreported: dict[str, Callable[[], None]] = {}
         # id of a request → its id in the server, and the headers that it was sent with
@@ -112,7 +113,7 @@ class HTTPEngine(AnswerEngine):
             url: such as "http://127.0.0.1:8000"; a "/v1" at its end is left out.
             model: name of the model that the server must serve, as it was started with; None: any.
             system: an instruction instead of the server's. Chunk-caches captured after it serve all who send the same
-                one, unless the server was started with --private-system. Priming uses the server's.
+                one, unless the server was started with --private-system. `primer` captures chunks after the server's.
             api_key: the key that the server was started with, if it asks for a key (`--api-key`).
             admin_key: a key of its `--admin-key-file`, if it has such a file: to prime and evict.
             timeout_s: longest silence of the server, such as while a prompt waits and is computed.
@@ -164,11 +165,24 @@ class HTTPEngine(AnswerEngine):
     def primer(self, *, related: Related | None = None) -> DocumentPrimer:
         """Return the `ServerPrimer` of this engine; nothing is sent yet.
 
+        If the engine has another instruction than the server, a warning is logged, once: the server captures chunks
+        after its own, so questions of this engine reuse less of them.
+
         Args:
             related: returns the chunks of other documents that a chunk is likely to be retrieved with, best first; a
                 document of one chunk is captured after them. None: the server captures it after a fixed passage.
         """
-        return ServerPrimer(self, self._link, related=related)
+        priming = self
+        if self._system != self._facts.system:
+            if not self._has_warned:
+                self._has_warned = True
+                logger.warning(
+                    "%s captures chunks after its own instruction, and this engine's questions have another, so they "
+                    "reuse less of them: start the server with this instruction (--system), or leave system out",
+                    self._link.url,
+                )
+            priming = type(self)(self._link, self._model, self._facts, system=self._facts.system)
+        return ServerPrimer(self, self._link, room=Primer(priming), related=related)
 
     def held(self, documents: Iterable[object], *, session: str | None = None) -> list[HeldChunk]:
         """Return what the server holds of each document, in order; of `session`, too, if the server has sessions.
@@ -343,12 +357,16 @@ class ServerPrimer:
     If a document needs several requests, each begins after the instruction only. The server asks for its admin key.
 
     Args:
+        room: measures chunks with the server's instruction, which may be another one than the engine's.
         related: see `HTTPEngine.primer`; called for the chunk of a request that has only one.
     """
 
-    def __init__(self, engine: HTTPEngine, link: Link, *, related: Related | None = None) -> None:
+    def __init__(
+        self, engine: HTTPEngine, link: Link, *, room: Primer, related: Related | None = None
+    ) -> None:
         self.engine = engine
         self._link = link
+        self._room = room
         self._related = related
 
     def prime(
@@ -382,8 +400,8 @@ class ServerPrimer:
         return missing
 
     def fits(self, chunk: Chunk) -> bool:
-        """Return True if a pass has room for the chunk after this engine's instruction; nothing is sent."""
-        return Primer(self.engine).fits(chunk)
+        """Return True if a pass has room for the chunk after the server's instruction, counted here; sends nothing."""
+        return self._room.fits(chunk)
 
     def _body(self, chunks: Sequence[Chunk]) -> dict[str, object]:
         """Return the body of a request to prime: the chunks, and what a document of one chunk is captured after."""

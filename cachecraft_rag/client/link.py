@@ -21,7 +21,17 @@ from cachecraft_rag.client.replies import (
     report_of,
 )
 from cachecraft_rag.errors import CacheCraftError, ConfigError, ContextLengthError, ServerError
-from cachecraft_rag.server.wire import ADMIN_HEADER, CHAT, FACTS, PROTOCOL, REQUESTS, TOKENIZER
+from cachecraft_rag.server.wire import (
+    ADMIN_HEADER,
+    ADMIN_KEY_VARIABLE,
+    API_KEY_VARIABLE,
+    CHAT,
+    CONTEXT_LENGTH_CODE,
+    FACTS,
+    PROTOCOL,
+    REQUESTS,
+    TOKENIZER,
+)
 from cachecraft_rag.serving.audits.audit import Audit
 
 logger = logging.getLogger("cachecraft_rag.client")
@@ -85,8 +95,8 @@ class _Deadline:
 class Link:
     """HTTP requests to one server; thread-safe. Every request raises ServerError after `close`.
 
-    A reply with status 400 is a ConfigError, or a ContextLengthError if its message names a context. Every other
-    failure of the server is a ServerError.
+    A reply with status 400 is a ConfigError, or a ContextLengthError if its code is "context_length_exceeded" or its
+    message names a context. Every other failure of the server is a ServerError.
 
     Args:
         url: of the server; a "/v1" at its end is left out.
@@ -284,21 +294,29 @@ class Link:
             deadline.end()
 
     def _error(self, reply: httpx.Response, content: bytes) -> CacheCraftError:
+        code: object = None
         try:
-            message = _message_of(mapping_of(parsed_json(content))["error"])
+            error = mapping_of(parsed_json(content))["error"]
+            message = _message_of(error)
+            code = error.get("code") if isinstance(error, dict) else None
         except (LookupError, TypeError, ValueError, RecursionError):  # not in vLLM's form
             message = printable(content[:400].decode(errors="replace"))
         status = reply.status_code
         if status == 403 and ADMIN_HEADER in message:
-            return ServerError(f"{self.url}: {message}: connect(…, admin_key=…)")
+            return ServerError(
+                f"{self.url}: {message}: set {ADMIN_KEY_VARIABLE} for a command, in Python connect(…, admin_key=…)"
+            )
         if status == 403 and "--admin-key-file" in message:
             return ServerError(f"{self.url}: {message}")
         if status in (401, 403):
-            return ServerError(f"{self.url} asks for a key: connect(…, api_key=…)")
+            return ServerError(
+                f"{self.url} asks for a key: set {API_KEY_VARIABLE} for a command, in Python connect(…, api_key=…)"
+            )
         if status == 404 and reply.url.path.endswith(FACTS):
             return ServerError(self._not_ours())
         if status == 400:
-            return ContextLengthError(message) if "context" in message else ConfigError(message)
+            is_too_long = code == CONTEXT_LENGTH_CODE or "context" in message
+            return ContextLengthError(message) if is_too_long else ConfigError(message)
         return ServerError(f"{self.url} answered {status}: {message}")
 
     def _closed(self) -> ServerError:

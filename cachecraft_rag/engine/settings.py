@@ -45,6 +45,7 @@ DEFAULT = "default"
 _ELSEWHERE = {
     PREFIX + name
     for name in (
+        "ADMIN_KEY",
         "API_KEY",
         "CACHE",
         "CPU_KERNELS",

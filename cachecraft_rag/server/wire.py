@@ -11,6 +11,10 @@ FIELD = "cachecraft"
 STRICT_IDS = "strict_ids"  # true: refuse a document whose `id` is not the id of its text
 PRIVATE_SYSTEM = "private_system"  # true: the instruction or the tools hold one user's text
 ADMIN_HEADER = "X-CacheCraft-Admin-Key"
+# environment variables with the keys that commands send to a server; `cachecraft serve` reads the first one, too
+API_KEY_VARIABLE = "CACHECRAFT_API_KEY"
+ADMIN_KEY_VARIABLE = "CACHECRAFT_ADMIN_KEY"
+CONTEXT_LENGTH_CODE = "context_length_exceeded"  # code of an error, as in OpenAI's
 
 MOST_DOCUMENTS = 1000
 MOST_PRIMED = 4 << 20  # characters per request to prime: a book of a thousand pages

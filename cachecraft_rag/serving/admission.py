@@ -100,7 +100,10 @@ class AdmissionQueue:
         return all(other in self._preloads for other in between)
 
     def reserve(self, task: LoopTask, nbytes: int) -> bool:
-        """Reserve room for bytes that a waiting request loads; False, and nothing reserved, if too little is left."""
+        """Reserve room for bytes that a waiting request loads; False, and nothing reserved, if too little is left.
+
+        To be called once for each request, also for 0 bytes: after either result `may_preload` lets the next one load.
+        """
         fits = self.preloading_bytes + nbytes <= self._preload_bytes
         self._preloads[task] = nbytes if fits else None
         return fits

@@ -18,7 +18,8 @@ import pytest
 
 from cachecraft_rag.client.http import HTTPEngine
 from cachecraft_rag.engine.config import EngineTuning
-from cachecraft_rag.errors import ServerError
+from cachecraft_rag.errors import ContextLengthError, ServerError
+from cachecraft_rag.prompt.builder import DEFAULT_SYSTEM
 from cachecraft_rag.server.local.answers import Answer
 from cachecraft_rag.server.local.embeddings import Embeddings
 from cachecraft_rag.serving.sampling import SamplingParams
@@ -605,6 +606,43 @@ def test_our_client_gets_the_engines_answers_statistics_and_priming(server: Serv
         assert engine.disk_space().budget > 0
     with HTTPEngine.connect(server.url, system="Answer like a pirate.") as engine:
         assert "".join(engine.stream("How?", CHUNKS, sampling=SHORT))
+
+
+def test_a_client_with_another_instruction_primes_after_the_servers_and_says_so_once(
+    serve: Serve, caplog: pytest.LogCaptureFixture
+) -> None:
+    served = serve()
+    with HTTPEngine.connect(served.url, system=DEFAULT_SYSTEM) as engine:
+        engine.prime(TEXTS)
+    assert not [line for line in caplog.records if line.name == "cachecraft_rag.client"]
+    with HTTPEngine.connect(served.url, system="Answer like a pirate.") as engine:
+        engine.estimate_priming(TEXTS)
+        engine.prime(TEXTS)
+    (warning,) = [line for line in caplog.records if line.name == "cachecraft_rag.client"]
+    assert "start the server with this instruction" in warning.getMessage()
+
+
+def test_chunks_are_measured_with_the_instruction_of_the_server(serve: Serve) -> None:
+    long = "Answer like a pirate. " * 60
+    chunk = Chunk("vinegar " * 120)
+    served = serve(system=long)
+    with HTTPEngine.connect(served.url, system="") as engine:
+        skipped: list[str] = []
+        assert not engine.primer().fits(chunk)
+        engine.prime([chunk, TEXTS[0]], skipped=skipped.append)
+        assert len(skipped) == 1
+        assert engine.held([TEXTS[0]])[0].tokens > 0
+    with HTTPEngine.connect(serve(folder="short").url, system=long) as engine:
+        assert engine.primer().fits(chunk)
+        assert engine.prime([chunk]) > 0
+
+
+def test_a_chunk_that_is_too_long_to_prime_is_the_same_error_as_in_process(server: Served) -> None:
+    chunk = Chunk("vinegar " * 300)
+    with HTTPEngine.connect(server.url) as engine:
+        for primer in (engine.primer(), server.engine.primer()):
+            with pytest.raises(ContextLengthError, match="does not fit a pass"):
+                primer.prime([chunk])
 
 
 def test_our_client_reads_that_the_server_is_busy(serve: Serve) -> None:

@@ -14,6 +14,7 @@ from cachecraft_rag.errors import (
     UnsupportedCallError,
     says_no_memory,
 )
+from cachecraft_rag.server.wire import CONTEXT_LENGTH_CODE
 
 _RETRY_S = 1  # advice to clients of a busy server
 
@@ -49,7 +50,7 @@ def refused(error: Exception) -> Refused:
         headers = {"Retry-After": str(_RETRY_S)}
         return Refused(503, message, type="server_error", code="server_busy", headers=headers)
     if isinstance(error, ContextLengthError):
-        return Refused(400, message, code="context_length_exceeded", param="messages")
+        return Refused(400, message, code=CONTEXT_LENGTH_CODE, param="messages")
     if isinstance(error, StoreError):
         return Refused(500, message, type="server_error", code="store_error")
     if isinstance(error, ConfigError | UnsupportedCallError):

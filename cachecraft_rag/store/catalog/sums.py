@@ -15,8 +15,8 @@ from cachecraft_rag.store.database import fetched
 BYTES = "iif(typeof(file_bytes) = 'integer' AND file_bytes > 0, file_bytes, 0)"
 FILE = f"variant_id, created, {BYTES}"  # columns of a `FileRef`
 _COUNTED = f"SELECT count(*), coalesce(sum({BYTES}), 0) FROM variants"
-_RESERVED = """SELECT coalesce(sum(iif(typeof(reserved_bytes) = 'integer', reserved_bytes, 0)), 0)
-    FROM files_at_risk"""
+_RESERVED = """SELECT coalesce(sum(reserved_bytes), 0) FROM files_at_risk
+    WHERE typeof(reserved_bytes) = 'integer' AND reserved_bytes > 0"""
 
 
 def of_rows(connection: sqlite3.Connection) -> tuple[int, int]:
