@@ -375,7 +375,8 @@ class ServerPrimer:
         """Capture one document's chunks in order, in the server; return the number of captures, stored by then.
 
         The instruction is captured, and counts, too. Chunks that are stored after the same neighbours are skipped. If a
-        request fails, the captures of earlier requests stay. There is no time limit while the server computes.
+        request fails, the captures of earlier requests stay, and no later one is sent; one chunk that does not fit a
+        pass (`fits`) fails its whole request. There is no time limit while the server computes.
 
         Args:
             chunks: the chunks of one document, in its order; without chunks nothing is sent.

@@ -196,7 +196,7 @@ class Ask:
 
     @property
     def instruction_tokens(self) -> int:
-        """Number of tokens before the first chunk: those of the instruction, 0 without one."""
+        """Number of tokens of the instruction, 0 without one; in unmarked text of the head before the first passage."""
         segment = self.prompt.segments[0]
         return len(segment.token_ids) if segment.kind == "system" else 0
 

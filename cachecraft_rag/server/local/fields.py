@@ -285,7 +285,7 @@ class ToolUse:
         return cls(tuple(tools), called, forced=forced, single=parallel is False)
 
     def reader(self, form: CallFormat) -> CallReader | None:
-        """Return the reader of calls in the answer; None without tools."""
+        """Return the reader of all calls in the answer, also if `single`; None without tools."""
         return CallReader(form, self.called, forced=self.forced) if self.offered else None
 
     def schema(self, form: CallFormat) -> dict[str, object] | None:

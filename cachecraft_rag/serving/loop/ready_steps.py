@@ -91,9 +91,10 @@ class ReadySteps:
         return min((end for end in ends if end >= now), default=math.inf)
 
     def prefill(self) -> list[Computed]:
-        """Compute the next layer of the first prefill, or the step between two layers; [] without a prefill.
+        """Compute the next layer of the first answer's prefill, or the step between two of its layers.
 
-        Other prefills take part in a layer where that pays.
+        Where that pays, other prefills take part, or the first one waits while those at an earlier layer catch up: then
+        the result has only these. [] if no answer's prefill can go on; those of jobs and idle work do not count.
         """
         ready = self._prefilling()
         if not ready:

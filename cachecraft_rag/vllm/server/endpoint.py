@@ -592,7 +592,7 @@ async def readmit(raw_request: Request) -> dict[str, object]:
 async def holds(raw_request: Request) -> dict[str, object]:
     """Return what this server's store holds of the body's "chunk_ids" or "documents", see `holding.holds`.
 
-    The reply has "chunks", one entry for each in order, and "tokens", their sum. Needs no key.
+    The reply has "chunks", one entry for each in order, and "tokens", their sum. Needs no admin key.
     """
     endpoint = _endpoint(raw_request)
     session = endpoint.session(raw_request)
