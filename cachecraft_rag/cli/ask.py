@@ -311,7 +311,8 @@ class AskingOptions:
     def open(self, settings: Settings) -> Iterator[tuple[CacheCraft, AskOptions]]:
         """Open a `CacheCraft` by `load` for the block, which gets it and the options of each question.
 
-        `brief` is not among them, see `is_brief`. A wrong setting, a missing index and a `--where` without a match are found before a model is loaded.
+        `brief` is not among them, see `is_brief`. A wrong setting, a missing index and a `--where` without a match are
+        found before a model is loaded.
         """
         config = settings.engine_config()
         asking: AskOptions = {"top_k": settings["top_k"], "sampling": settings.sampling()}

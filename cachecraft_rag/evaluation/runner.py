@@ -117,9 +117,9 @@ def open_engine(
     """Open an engine for the block, with an empty store in a hidden folder inside `folder` that is removed afterwards.
 
     `folder` is made if it is missing; two machines must not use it at the same time. SIGTERM and SIGHUP end the block
-    with SystemExit. The engine keeps the order of the passages (`best_last=False`), and up to `VARIANTS_PER_CHUNK` variants of a chunk.
-    `kind` is the class of the store, for experiments that change its look-ups; `reuse` are the engine's settings of
-    reuse (None: the defaults). The other arguments are those of `EngineConfig`.
+    with SystemExit. The engine keeps the order of the passages (`best_last=False`), and up to `VARIANTS_PER_CHUNK`
+    variants of a chunk. `kind` is the class of the store, for experiments that change its look-ups; `reuse` are the
+    engine's settings of reuse (None: the defaults). The other arguments are those of `EngineConfig`.
     """
     from cachecraft_rag.engine.engine import Engine
     from cachecraft_rag.model.decoder import Decoder
