@@ -41,7 +41,7 @@ class Attended:
     """Results of `attend`.
 
     out   `[rows, heads, head_dim]` in the dtype of the queries; None without values
-    lse   float32 `[rows, heads]`, log of the sum of the exponentials, sinks included; -inf for a row without keys and sinks
+    lse   float32 `[rows, heads]`, log of the sum of the exponentials and of a sink; -inf for a row that sees neither
     mass  float32 `[rows, segments]`, averaged over heads, without a row's own position; None without bounds
     """
 
