@@ -472,11 +472,11 @@ class CacheCraft(Retriever, Closeable):
 
     def _similar_chunks(self, chunk: Chunk) -> list[Chunk]:
         """Return the most similar other chunks of the index, best first; [] if this one was removed meanwhile."""
-        from cachecraft_rag.serving.priming import SIMILAR_CHUNKS
+        from cachecraft_rag.serving.priming import CHUNKS_BEFORE
 
         if not self.index.present([chunk.chunk_id]):
             return []
-        return self.index.similar(chunk.chunk_id, SIMILAR_CHUNKS)
+        return self.index.similar(chunk.chunk_id, CHUNKS_BEFORE)
 
     def _texts(self) -> list[tuple[str, list[Chunk]]]:
         return [

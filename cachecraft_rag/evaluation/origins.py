@@ -16,7 +16,7 @@ from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.evaluation.lookalikes import similarities
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.prompt.builder import STAND_IN
-from cachecraft_rag.serving.priming import SIMILAR_CHUNKS, Primer
+from cachecraft_rag.serving.priming import CHUNKS_BEFORE, Primer
 from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store import RowFilter
 from cachecraft_rag.types.documents import Chunk
@@ -173,7 +173,7 @@ class Origins:
         firsts.pop(chunk.chunk_id, None)
         similarity = similarities(chunk.text, {name: other.text for name, other in firsts.items()})
         ranked = sorted(firsts, key=lambda name: (-similarity[name], name))
-        return [firsts[name] for name in ranked[:SIMILAR_CHUNKS]]
+        return [firsts[name] for name in ranked[:CHUNKS_BEFORE]]
 
     def after(self, question: EvaluationQuestion) -> None:
         """With captures left to the questions (else do nothing), ask this one with the default settings, which capture.

@@ -26,10 +26,11 @@ from cachecraft_rag.types.progress import Progress
 from cachecraft_rag.types.prompts import Prompt, Segment
 from cachecraft_rag.types.variants import VariantKey
 
-_NEXT_CHUNKS = 2  # chunks after which a document's first chunk is captured
 # Tokens that a request to vLLM adds to the captured segments: a question of two, and an answer of one.
 _ADDED = 3
-SIMILAR_CHUNKS = 4  # chunks of other documents after which a document of one chunk is captured
+# Chunks after which a document's first chunk is captured, which has none before it. With more of them it differs more
+# from a chunk at the front of a prompt, see docs/decisions/look-alike-pages.md.
+CHUNKS_BEFORE = 2
 Related = Callable[[Chunk], Sequence[Chunk]]
 Texts = Sequence[tuple[str, Sequence[Chunk]]]  # documents: the id and the chunks of each
 
@@ -126,7 +127,7 @@ class Primer:
         alone: capture each chunk after a fixed passage (`prompt.STAND_IN`) instead of its document's chunks. No other
             text shapes such captures, and they do not change with their neighbours.
         related: returns the chunks of other documents that a chunk is likely to be retrieved with, best first. A
-            document of one chunk is captured after the first `SIMILAR_CHUNKS` of them. Not with `alone`.
+            document of one chunk is captured after the first `CHUNKS_BEFORE` of them. Not with `alone`.
     """
 
     def __init__(
@@ -279,7 +280,7 @@ class Primer:
             yield window, known
 
         # The first chunk a second time: captured alone it serves well only at the front of a prompt.
-        window = self._fitting(segments[1 : 1 + _NEXT_CHUNKS], segments[0])
+        window = self._fitting(segments[1 : 1 + CHUNKS_BEFORE], segments[0])
         if len(window) > 1:
             yield window, len(window) - 1
 
@@ -292,7 +293,7 @@ class Primer:
         change its most similar chunks, and need not make it be captured again.
         """
         prompts = self.engine.prompts
-        related = [] if self._related is None else self._related(chunk)[:SIMILAR_CHUNKS]
+        related = [] if self._related is None else self._related(chunk)[:CHUNKS_BEFORE]
         if not related:
             yield self._fitting([prompts.stand_in], segment), 0
             return

@@ -234,11 +234,11 @@ def similar_to(*others: Chunk) -> Callable[[Chunk], list[Chunk]]:
 
 
 def test_a_document_of_one_chunk_is_captured_after_similar_chunks(engine: Engine) -> None:
-    page, most_similar, next_similar = DOCUMENT[:3]
-    similar = Primer(engine, related=similar_to(most_similar, next_similar))
+    page, most_similar, next_similar, third = DOCUMENT[:4]
+    similar = Primer(engine, related=similar_to(most_similar, next_similar, third))
     assert len(similar.missing([page])) == 2  # and the instruction
     assert similar.prime([page]) == 2
-    assert prefixes(engine, page) == [(2, 1)]  # the most similar chunk is next to it
+    assert prefixes(engine, page) == [(2, 1)]  # two, and the most similar chunk is next to it
     assert prefixes(engine, most_similar) == []  # computed as context only
 
 
