@@ -422,8 +422,8 @@ class ServerCaches(Caches):
     ) -> Evicted:
         """Remove the chunk-caches of `chosen.chunk_ids`; return their number, and their bytes on the server's disk.
 
-        Ids that are not stored count as 0; without ids the server is not asked. Raises UnsupportedCallError unless
-        `chosen` filters by chunk ids alone, and for `down_to_bytes`.
+        Those on its remote stay. Ids that are not stored count as 0; without ids the server is not asked. Raises
+        UnsupportedCallError unless `chosen` filters by chunk ids alone, and for `down_to_bytes`.
         """
         if (
             down_to_bytes is not None
