@@ -60,9 +60,9 @@ def evict(engine: AnswerEngine, body: bytes) -> dict[str, object]:
 
 
 def readmit(engine: AnswerEngine, body: bytes) -> dict[str, object]:
-    """Let chunks be stored again that `evict` has removed with their documents; ids of others are ignored.
+    """Let chunks that `evict` removed with their documents be stored again in the engine's namespace; ignore others.
 
-    The body is {"chunk_ids": [id, …]}. Returns {"removed": ids of all chunks that stay removed, sorted}.
+    The body is {"chunk_ids": [id, …]}. Returns {"removed": ids of all chunks that stay removed there, sorted}.
     """
     ids = read_chunk_ids(read_body(body, ("chunk_ids",)))
     return {"removed": sorted(_store_of(engine).readmit_chunks(ids, namespace=engine.namespace))}

@@ -263,8 +263,8 @@ def read_priming(body: bytes, *, context_length: int) -> PrimingRequest:
     """Return the request to prime in the body of an HTTP request.
 
     Of the fields "documents", "related" and "estimate" only the first is required; it is the list of one document's
-    chunks, which may be []. All of them have at most 4,194,304 characters, and each at most 64 per token of the
-    context.
+    chunks, which may be []. The chunks of both lists have at most 4,194,304 characters together, and each at most 64
+    per token of the context.
     """
     given = read_body(body, ("documents", "related", "estimate"))
     related = given.get("related", [])
