@@ -126,7 +126,7 @@ class Answer:
         return list(tokens)
 
     def finish(self) -> str:
-        """Return "length" if the answer reached its longest length, otherwise "stop": before its end, for calls too."""
+        """Return "length" once the answer reached its longest length, else "stop", also before its end or for calls."""
         return _FINISH.get(str(self.generation.stats.finish), "stop")
 
     def statistics(self) -> dict[str, object]:

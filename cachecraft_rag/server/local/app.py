@@ -72,7 +72,7 @@ _GONE = "the client closed the connection"
 
 
 class LocalServer:
-    """Routes over one engine, which run in the server's event loop.
+    """Routes over one engine; they run in the server's event loop.
 
     Args:
         engine: the engine; the caller closes it, once the server has ended.

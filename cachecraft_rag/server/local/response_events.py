@@ -1,4 +1,4 @@
-"""Replies of `/v1/responses` in OpenAI's form, whole and as a stream of events, which ends as those of `replies`."""
+"""Replies of `/v1/responses` in OpenAI's form, whole and as a stream of events, with errors as in `replies`."""
 
 from __future__ import annotations
 
