@@ -24,7 +24,7 @@ def version() -> str:
 
 
 def folder_of(package: str, places: dict[str, str]) -> str:
-    """Return the folder of a package, relative to this file: below its nearest parent in `places`, KeyError if none."""
+    """Return the folder of a package, relative to `client`: below its nearest parent in `places`, KeyError if none."""
     parents = package.split(".")
     for length in range(len(parents), 0, -1):
         place = places.get(".".join(parents[:length]))
@@ -34,7 +34,7 @@ def folder_of(package: str, places: dict[str, str]) -> str:
 
 
 def without_torch(requirements: list[str]) -> list[str]:
-    """Return the requirements without torch and what needs it."""
+    """Return the requirements without those whose names begin as one of `NEED_TORCH`."""
     return [line for line in requirements if not line.startswith(NEED_TORCH)]
 
 

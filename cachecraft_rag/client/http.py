@@ -392,7 +392,7 @@ class ServerPrimer:
         return total
 
     def missing(self, chunks: Sequence[Chunk]) -> dict[str, int]:
-        """Return variant id → number of tokens of the variants that `prime` would capture now; {} if all are stored."""
+        """Return variant id → tokens of what `prime` would capture now, the instruction too; {} if all is stored."""
         missing: dict[str, int] = {}
         for part in request_sized(checked_chunks(chunks)):
             reply = self._link.call(PRIME, self._body(part) | {"estimate": True})
@@ -423,8 +423,8 @@ class ServerCaches(Caches):
     ) -> Evicted:
         """Remove the chunk-caches of `chosen.chunk_ids`; return their number, and their bytes on the server's disk.
 
-        Ids that are not stored count as 0; without ids the server is not asked. Raises UnsupportedCallError unless
-        `chosen` filters by chunk ids alone, and for `down_to_bytes`.
+        Those on its remote stay. Ids that are not stored count as 0; without ids the server is not asked. Raises
+        UnsupportedCallError unless `chosen` filters by chunk ids alone, and for `down_to_bytes`.
         """
         if (
             down_to_bytes is not None
@@ -442,7 +442,8 @@ class ServerCaches(Caches):
     def remove_chunks(self, chunk_ids: Sequence[str]) -> Evicted:
         """Remove the chunk-caches that hold or were shaped by these chunks, and refuse new ones until `readmit_chunks`.
 
-        Returns their number, and their bytes on the server's disk. Without ids the server is not asked.
+        Those on its remote leave too, uncounted. Returns the number removed, and their bytes on the server's disk.
+        Without ids the server is not asked.
         """
         if not chunk_ids:
             return Evicted(0, 0)
@@ -452,7 +453,7 @@ class ServerCaches(Caches):
             return replies.evicted(reply)
 
     def readmit_chunks(self, chunk_ids: Sequence[str]) -> frozenset[str]:
-        """Let these chunks be stored again; return the ids of all that stay removed. () only returns these."""
+        """Let these chunks be stored again, () lets in none; return the ids of all chunks that stay removed."""
         reply = self._link.call(READMIT, {"chunk_ids": list(chunk_ids)})
         with checked_reply(self._link.url, "the removed chunks"):
             return replies.removed_chunks(reply)

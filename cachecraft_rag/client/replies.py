@@ -127,7 +127,7 @@ def dtype_of(value: object) -> DTypeName:
 
 
 def seconds_of(value: object) -> float:
-    """Return a time in seconds. Raises TypeError for no number, ValueError for NaN, below 0 or above 1e9."""
+    """Return a time in seconds. Raises TypeError for no number or a bool, ValueError for NaN, below 0 or above 1e9."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise TypeError(f"a number was expected, not {type(value).__name__}")
     if not 0.0 <= value <= 1e9:

@@ -224,7 +224,7 @@ def check(
     folder: Path | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> Point:
-    """Measure an α on questions it was not calibrated on; arguments as in `calibrate`, but take another `folder`."""
+    """Measure an α on other questions, with the engine and arguments of `calibrate`, but with another `folder`."""
     with Validation(engine, dataset, settings, folder=folder, progress=progress) as validation:
         point = validation.at(alpha)
         validation.finish()

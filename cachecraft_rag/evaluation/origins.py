@@ -139,8 +139,8 @@ class Origins:
 
         Chunks that are stored already are not captured again. With the origin "documents", the documents of the
         passages are primed, each once; chunks that do not fit a pass are left out, and chunk-caches that no question of
-        the data set asks for are removed. With the others such a chunk raises ContextLengthError, and "unrelated"
-        raises ConfigError if there is only one document.
+        the data set asks for are removed. With the others a chunk that does not fit raises ContextLengthError, and
+        "unrelated" raises ConfigError if there is only one document.
         """
         if self.condition.primes_documents:
             for chunk in question.passages:

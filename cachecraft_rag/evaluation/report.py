@@ -318,8 +318,8 @@ def full_answers(report: Report) -> str:
 def markdown(report: Report, settings: Mapping[str, object], figures: Sequence[str] = ()) -> str:
     """Return the report as a Markdown page, with a table of answers only if there are gold answers.
 
-    `settings` are listed, except those that are None or dicts; `figures` are paths of images, with their stems as
-    captions.
+    `settings` are listed, except those that are None or dicts; `figures` are paths of images, with themselves without
+    suffix as captions.
     """
     about = {
         name: value

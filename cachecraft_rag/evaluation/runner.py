@@ -143,8 +143,8 @@ def open_engine(
 def scratch_folder(folder: Path) -> Iterator[Path]:
     """Make a folder inside `folder` for the block, which gets its path; it is removed afterwards.
 
-    `folder` is made if it is missing, and stays; ConfigError if it cannot be written. Folders there of processes that
-    do not run on this machine are removed too, so machines must not share it. In the main thread SIGTERM and SIGHUP
+    `folder` is made if it is missing, and stays; ConfigError if it cannot be written. Such folders there of processes
+    that do not run on this machine are removed, so machines must not share it. In the main thread SIGTERM and SIGHUP
     raise SystemExit within the block, with the exit codes 143 and 129, unless the program handles or ignores them.
     """
     try:

@@ -19,7 +19,7 @@ logger = logging.getLogger("cachecraft_rag.requests")
 
 
 def log_request(stats: RequestStats, *, error: str | None = None) -> None:
-    """Log a request that has ended, at level INFO, with `request_fields` as the record's `cachecraft`.
+    """Log an ended request to `cachecraft_rag.requests` at INFO, with `request_fields` as the record's `cachecraft`.
 
     `error` is the name of the class of the exception that ended it.
     """
@@ -66,8 +66,8 @@ class JsonFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """Return the record as one line of JSON, without a line end.
 
-        The time is ISO 8601 in UTC. NaN and infinities become null, and values that JSON lacks become text. The field
-        "exception" holds an exception with its traceback. The record's `cachecraft` fields replace the others but this.
+        The time is ISO 8601 in UTC. NaN and infinities become null, and values that JSON lacks become text. A record's
+        `cachecraft` fields replace others of the same name, except "exception", an exception with its traceback.
         """
         fields: dict[str, object] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(),

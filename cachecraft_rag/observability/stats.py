@@ -112,7 +112,7 @@ class RequestStats:
 
     @property
     def exact(self) -> bool:
-        """True if each chunk in the prompt was exact, or all of it computed in all layers; False if that is unknown."""
+        """True if each chunk in the prompt was exact or wholly computed in all layers, or not planned; else False."""
         if self.focus_layer is not None:
             return False
         return all(_is_exact(chunk) for chunk in self.chunks)

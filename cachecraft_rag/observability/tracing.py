@@ -346,6 +346,8 @@ def configure_tracing() -> None:
     is_off = os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true"
     if endpoint is None or is_off or "otlp" not in os.environ.get("OTEL_TRACES_EXPORTER", "otlp"):
         return
+    if is_tracing():  # an application's provider may use another protocol
+        return
     if os.environ.get(_first_set(PROTOCOLS) or "", "http/protobuf") != "http/protobuf":
         raise ConfigError(
             f"{_first_set(PROTOCOLS)} is not http/protobuf, the one protocol that traces are sent with: set it, and "
@@ -364,7 +366,7 @@ def configure_tracing() -> None:
         ) from error
     except ValueError as error:  # the SDK reads its limits when it is imported
         raise _refused_variable(error) from error
-    if is_tracing():
+    if is_tracing():  # a provider that OTEL_PYTHON_TRACER_PROVIDER names is made only now
         return
     is_named = "OTEL_SERVICE_NAME" in os.environ or "service.name=" in os.environ.get(
         "OTEL_RESOURCE_ATTRIBUTES", ""

@@ -27,7 +27,7 @@ def refusal_of(given: str, keys: Collection[str] | None) -> str:
 
 
 def prime(engine: AnswerEngine, body: bytes) -> dict[str, object]:
-    """Capture the chunks of one document; with "estimate": true, only return what that would capture.
+    """Capture one document's chunks for all sessions of the engine's namespace; with "estimate": true only estimate it.
 
     The body is {"documents": [{"text": …}, …]}, in order, perhaps with "related", such a list: a document of one chunk
     is captured after these. Chunks that are stored after the same neighbours are skipped. Returns {"captured": number
@@ -42,11 +42,12 @@ def prime(engine: AnswerEngine, body: bytes) -> dict[str, object]:
 
 
 def evict(engine: AnswerEngine, body: bytes) -> dict[str, object]:
-    """Remove the chunk-caches of chunks in the engine's namespace, of all sessions; unknown ids are ignored.
+    """Remove the chunk-caches of chunks in the engine's namespace, of all sessions; those on a remote stay.
 
-    The body is {"chunk_ids": [id, …]}. With "removed": true the chunks were removed with their documents: chunk-caches
-    captured after them leave too, also from a remote, and none is stored until `readmit`. Waiting audits and new
-    variants with these chunks are dropped. Returns {"variants": number removed, "nbytes": their bytes on disk}.
+    The body is {"chunk_ids": [id, …]}. With "removed": true the chunks, known or not, were removed with their
+    documents: chunk-caches captured after them leave too, also from a remote, and none is stored until `readmit`. In
+    both cases waiting audits and new variants with these chunks are dropped. Returns {"variants": number removed here,
+    "nbytes": their bytes on disk}.
     """
     given = read_body(body, ("chunk_ids", "removed"))
     ids = read_chunk_ids(given)
@@ -59,9 +60,9 @@ def evict(engine: AnswerEngine, body: bytes) -> dict[str, object]:
 
 
 def readmit(engine: AnswerEngine, body: bytes) -> dict[str, object]:
-    """Let chunks be stored again that `evict` has removed with their documents; ids of others are ignored.
+    """Let chunks that `evict` removed with their documents be stored again in the engine's namespace; ignore others.
 
-    The body is {"chunk_ids": [id, …]}. Returns {"removed": ids of all chunks that stay removed, sorted}.
+    The body is {"chunk_ids": [id, …]}. Returns {"removed": ids of all chunks that stay removed there, sorted}.
     """
     ids = read_chunk_ids(read_body(body, ("chunk_ids",)))
     return {"removed": sorted(_store_of(engine).readmit_chunks(ids, namespace=engine.namespace))}

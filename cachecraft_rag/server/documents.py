@@ -182,9 +182,10 @@ def plain_config(
 ) -> ReuseConfig | None:
     """Return the reuse settings of a request without documents; None if it, or the server, turns reuse off.
 
-    A request turns it off with `plain_prompts` "off", whatever it is `allowed`, or with `reuse` False. `default` holds
-    for all that it does not set. `capture` is the request's if `allowed` is "all". Otherwise captures follow later, by
-    the server's settings, and `capture` is the server's unless the request turns it off.
+    A request turns it off with `plain_prompts` "off", whatever it is `allowed`, or with `reuse` False; the server with
+    `reuse` False in `default`, which holds for all that a request does not set (`EndpointSettings.plain_prompts` is the
+    caller's to check). `capture` is the request's if `allowed` is "all". Otherwise captures follow later, by the
+    server's settings, and `capture` is the server's unless a "safe" request turns it off.
     """
     given = _reuse_settings(request)
     if isinstance(given, Mapping) and given.get("plain_prompts") == "off":
@@ -200,7 +201,7 @@ def plain_config(
 
 
 def owner_of(session: str | None, salt: str) -> str | None:
-    """Return the session that owns passages of unmarked text, in which a salt counts as one; None: all share them."""
+    """Return the owner of passages of unmarked text: the session, else a name made of `salt`; None: all share them."""
     return session if session is not None or not salt else f"salt {digest(salt)}"
 
 
@@ -229,7 +230,7 @@ def read_body(body: bytes, names: Collection[str] | None = None) -> dict[str, An
 
 
 def read_chunk_ids(body: Mapping[str, object]) -> tuple[str, ...]:
-    """Return the ids in the field "chunk_ids" of a body, in order; ConfigError unless it is a list, which may be []."""
+    """Return the ids in the field "chunk_ids" of a body, in order; ConfigError unless it is a list of texts, or []."""
     ids = body.get("chunk_ids")
     if not isinstance(ids, list):
         raise ConfigError('write {"chunk_ids": ["…"]}')
@@ -239,7 +240,7 @@ def read_chunk_ids(body: Mapping[str, object]) -> tuple[str, ...]:
 
 
 def read_documents(documents: object) -> tuple[Chunk, ...]:
-    """Return the chunks of a field "documents", in order: at most 1,000 objects with a text, and perhaps an `id`."""
+    """Return the chunks of a field "documents", in order (`check_documents`); an `id` of another text is replaced."""
     check_documents(documents)
     return _chunks(cast(list[Mapping[str, object]], documents))
 
@@ -262,8 +263,8 @@ def read_priming(body: bytes, *, context_length: int) -> PrimingRequest:
     """Return the request to prime in the body of an HTTP request.
 
     Of the fields "documents", "related" and "estimate" only the first is required; it is the list of one document's
-    chunks, which may be []. All of them have at most 4,194,304 characters, and each at most 64 per token of the
-    context.
+    chunks, which may be []. The chunks of both lists have at most 4,194,304 characters together, and each at most 64
+    per token of the context.
     """
     given = read_body(body, ("documents", "related", "estimate"))
     related = given.get("related", [])
@@ -333,7 +334,8 @@ def _reuse_settings(request: PlainRequest) -> object:
 def check_documents(documents: object) -> None:
     """Raise ConfigError, with what to write instead, for anything but a list of at most 1,000 objects with a text.
 
-    The text is in a field "text", "page_content" or "content", may be "", and has no half surrogate pairs.
+    The text is in the first of the fields "text", "page_content" and "content" that holds one; it may be "", and has no
+    half surrogate pairs.
     """
     if not isinstance(documents, list):
         raise ConfigError(f"documents must be a list; {_EXAMPLE}")

@@ -25,7 +25,8 @@ def facts_of(
 ) -> dict[str, object]:
     """Return facts that a client needs, as plain JSON values by name: versions, the model and settings without keys.
 
-    "session_header" is None for a server without sessions, and "end_tokens" are sorted. `system` is the instruction.
+    "model" is the engine's name for it, not `settings.model`; "session_header" is None for a server without sessions,
+    and "end_tokens" are sorted. `system` is the instruction.
     """
     model = engine.decoder
     return {

@@ -473,6 +473,16 @@ def test_a_collector_that_cannot_be_used_is_an_error_that_says_what_to_do(
     assert trace.get_tracer_provider() is provider
 
 
+def test_a_provider_of_the_application_stays_even_with_another_protocol(
+    exporter: InMemorySpanExporter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    provider = trace.get_tracer_provider()
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc")
+    configure_tracing()
+    assert trace.get_tracer_provider() is provider
+
+
 @pytest.mark.parametrize(
     ("variable", "value"),
     [("OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT", "many"), ("OTEL_BSP_MAX_QUEUE_SIZE", "-1")],

@@ -113,7 +113,7 @@ class Answer:
         self.ended(self)
 
     def rest(self) -> tuple[str, list[ToolCall]]:
-        """Return text that was held back as a possible call but is none, and the calls, of an answer that has ended."""
+        """Return (text that was held back as a possible call but is none, calls), of an answer that has ended."""
         if self.calls is None:
             return "", []
         text, calls = self.calls.finish()
@@ -126,7 +126,7 @@ class Answer:
         return list(tokens)
 
     def finish(self) -> str:
-        """Return "length" if the answer reached its longest length, otherwise "stop", as chat completions say it."""
+        """Return "length" once the answer reached its longest length, else "stop", also before its end or for calls."""
         return _FINISH.get(str(self.generation.stats.finish), "stop")
 
     def statistics(self) -> dict[str, object]:
@@ -151,6 +151,7 @@ class Answerer:
     They take a request's JSON object, and return an answer that has not started. They count refused requests.
 
     Args:
+        engine: lays out prompts and counts refusals; the engine of the `Caller`, its tenant's, answers.
         system: the engine's instruction.
         best_last: put the best document last, directly before the question.
         defaults: sampling parameters for what a request leaves open.
@@ -178,9 +179,10 @@ class Answerer:
     def chat(self, body: Body, caller: Caller, *, prefix: str = "chatcmpl-") -> Answer:
         """Return the answer to a chat request, with an id that begins with `prefix`.
 
-        With `documents` the prompt is the engine's own: instruction, documents, earlier turns, question. Without, it is
-        the model's own chat template, in which captured passages are found unless `plain_prompts` is "off". A prompt
-        that begins with private text and has no session is computed without chunk-caches.
+        With `documents`, even [], the prompt is the engine's own: instruction, documents, earlier turns, question.
+        Without, it is the model's own chat template, in which captured passages are found unless the server's or the
+        request's `plain_prompts` is "off". A prompt that begins with private text and has no session is computed
+        without chunk-caches.
         """
         started = time.perf_counter()
         with self._counted():

@@ -72,7 +72,7 @@ _GONE = "the client closed the connection"
 
 
 class LocalServer:
-    """Routes over one engine. Its methods run in the server's event loop.
+    """Routes over one engine; they run in the server's event loop.
 
     Args:
         engine: the engine; the caller closes it, once the server has ended.
@@ -82,7 +82,7 @@ class LocalServer:
         defaults: sampling parameters for what a request leaves open; None: `SamplingParams()`.
         embeddings: answers `/v1/embeddings`.
         folder: the model's folder, whose tokenizer clients may fetch; None: they cannot.
-        api_keys: keys of which requests to /v1 need one; (): no key.
+        api_keys: keys of which requests to /v1 need one (not /health and /metrics); (): no key.
         only_local_names: refuse requests that name another host than this computer (DNS rebinding).
         ready: called once the server accepts requests.
     """

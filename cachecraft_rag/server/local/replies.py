@@ -1,4 +1,8 @@
-"""Replies of chat completions and completions in OpenAI's form, whole and as streams of events."""
+"""Replies of chat completions and completions in OpenAI's form, whole and as streams of events.
+
+Whole replies also have the answer's statistics, under "kv_transfer_params"; streams do not. A stream raises an error of
+the answer, without its last event. A caller that stops it early has to close the answer.
+"""
 
 from __future__ import annotations
 
@@ -68,8 +72,6 @@ async def chat_events(
     Args:
         with_usage: add an event with the usage before the last one.
         with_tokens: add the ids of new tokens to each event, as vLLM's `return_token_ids` does.
-
-    An error of the answer is raised, without "[DONE]". A caller that stops early has to close the answer.
     """
 
     def chunk(delta: Json, finish: str | None = None) -> str:

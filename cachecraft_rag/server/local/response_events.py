@@ -1,4 +1,4 @@
-"""Replies of `/v1/responses` in OpenAI's form, whole and as a stream of events."""
+"""Replies of `/v1/responses` in OpenAI's form, whole and as a stream of events, with errors as in `replies`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ async def response_reply(answer: Answer, model: str, body: Body) -> Json:
 
 
 async def response_events(answer: Answer, model: str, body: Body) -> AsyncIterator[str]:
-    """Yield a response as server-sent events; the last, response.completed or response.incomplete, has the usage."""
+    """Yield a response as server-sent events; the last, response.completed or .incomplete, has usage and statistics."""
     number = 0
 
     def event(kind: str, **values: object) -> str:

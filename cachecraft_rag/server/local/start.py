@@ -97,7 +97,7 @@ def serve(
 
 
 def run(server: LocalServer, listening: socket.socket) -> None:
-    """Answer requests on a socket until SIGINT or SIGTERM, which is raised again; threads switch after `SWITCH_S`."""
+    """Answer requests on a socket until SIGINT or SIGTERM, which is raised again. `SWITCH_S` stays set afterwards."""
     sys.setswitchinterval(SWITCH_S)
     config = uvicorn.Config(
         server.app(),
