@@ -28,7 +28,8 @@ def attention(
 
     Args:
         q: `[rows, heads, head_dim]`, rotated.
-        k, v: `[keys, kv_heads, head_dim]`, keys rotated; heads is a multiple of kv_heads.
+        k, v: `[keys, kv_heads, head_dim]`, keys rotated; heads is a multiple of kv_heads. With Triton, ValueError if
+            they do not fit `q` (`gpu.tiles.check_attention`).
         visible: the keys that each row sees. Its positions must be below `keys`, which is not checked everywhere.
         scale: multiplies the scores.
         softcap: above 0: scores become softcap · tanh(scores / softcap) (Gemma-2); None: no cap.

@@ -34,7 +34,7 @@ def attention_mass(
 
     Both are averaged over heads and leave out a row's own position. The sum of the first over a chunk's rows is
     Cache-Craft's eq. 3 (other segments) and eq. 4 (its own segment). The second is H2O's accumulated attention (its
-    §4), from these rows only; it costs 1 % of the whole.
+    §4), from these rows only; on a CPU it costs 1 % of the whole.
 
     Args:
         q: `[rows, heads, head_dim]`, rotated.

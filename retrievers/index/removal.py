@@ -44,12 +44,12 @@ def remove_documents(
 ) -> RemovalReport:
     """Remove documents by `doc_id`, or all whose `doc_id` begins with a name that ends in a slash (`docs/`).
 
-    A chunk that another document has too stays, with its chunk-caches. Each document is one transaction: if the index
-    fails, those before it stay removed. Chunk-caches that could not be deleted, now or by an earlier call, are deleted
-    by the next call; without `caches` they are left alone.
+    A chunk that another document has too stays, with its chunk-caches. Files stay, and `index_folder` adds them again.
+    Each document is one transaction: if the index fails, those before it stay removed. Chunk-caches that could not be
+    deleted, now or by an earlier call, are deleted by the next call; without `caches` they are left alone.
 
     Raises DocumentError for a name that no document has; no document was removed then. After a StoreError or
-    ServerError the documents of known names were removed, but not their chunk-caches.
+    ServerError the documents were removed, if all names are known, but not their chunk-caches.
     """
     known = [document.doc_id for document in index.documents()]
     chosen: dict[str, None] = {}
