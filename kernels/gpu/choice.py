@@ -18,7 +18,7 @@ DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 def uses_triton(x: Tensor) -> bool:
     """Return True if the Triton kernels take this tensor: 16- or 32-bit floats on a CUDA device, or interpreted.
 
-    False without Triton. If the first launch on a device fails, torch's operations run there, with a warning.
+    False without Triton, and on a device where the trial launch of the first call fails, with a warning.
 
     >>> uses_triton(torch.zeros(1, dtype=torch.float64))
     False

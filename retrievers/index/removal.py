@@ -1,4 +1,4 @@
-"""Removing chunks from the index together with their chunk-caches."""
+"""Removing chunks from the index together with their chunk-caches: of all tenants, or of the one of `ServerCaches`."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ class Evictions:
     """Deletion of the chunk-caches of chunks that left an index and did not come back.
 
     A framework replaces a document by deleting it and adding its new nodes. Chunks that are in both keep their
-    chunk-caches, because those of a deletion are deleted with the next addition, after `grace_s`, or by `finish`.
+    chunk-caches: those of a deletion are deleted by `settle` after the next addition, after `grace_s`, or by `finish`.
     """
 
     def __init__(self, caches: Caches | None, *, grace_s: float = GRACE_S) -> None:
