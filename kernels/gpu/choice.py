@@ -13,6 +13,7 @@ from torch import Tensor
 logger = logging.getLogger("cachecraft_rag.kernels")
 
 DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
+LARGEST_HEAD = 256  # dimensions of a head that the attention kernels take
 
 
 def uses_triton(x: Tensor) -> bool:
@@ -26,6 +27,11 @@ def uses_triton(x: Tensor) -> bool:
     if x.dtype not in DTYPES or not _installed():
         return False
     return interpreted() or (x.is_cuda and _launches(x.device))
+
+
+def attends_by_triton(q: Tensor) -> bool:
+    """Return True if the Triton attention kernels take these: as `uses_triton`, and heads up to 256 dimensions."""
+    return q.shape[-1] <= LARGEST_HEAD and uses_triton(q)
 
 
 @cache  # asked at each launch
