@@ -30,7 +30,7 @@ logger = logging.getLogger("cachecraft_rag.retrievers.index.removal")
 class RemovalReport:
     """Documents removed by doc_id, chunks left without any document, and the number of chunk-caches deleted.
 
-    These are all that `evict_removed` deleted, also for earlier removals; `nbytes` is their disk space.
+    `chunk_caches` counts all that `evict_removed` deleted, also for earlier removals; `nbytes` is their disk space.
     """
 
     documents: tuple[str, ...]
