@@ -7,7 +7,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from cachecraft_rag.kernels.attention_mass import segment_mass
 from cachecraft_rag.kernels.attention_paths import UNMEASURED, AttentionPaths, attend
-from cachecraft_rag.kernels.gpu.choice import uses_triton
+from cachecraft_rag.kernels.gpu.choice import attends_by_triton
 from cachecraft_rag.kernels.row_blocks import row_blocks
 from cachecraft_rag.kernels.visibility import Visibility
 
@@ -28,7 +28,8 @@ def attention(
 
     Args:
         q: `[rows, heads, head_dim]`, rotated.
-        k, v: `[keys, kv_heads, head_dim]`, keys rotated; heads is a multiple of kv_heads.
+        k, v: `[keys, kv_heads, head_dim]`, keys rotated; heads is a multiple of kv_heads. With Triton, ValueError if
+            they do not fit `q` (`gpu.tiles.check_attention`).
         visible: the keys that each row sees. Its positions must be below `keys`, which is not checked everywhere.
         scale: multiplies the scores.
         softcap: above 0: scores become softcap · tanh(scores / softcap) (Gemma-2); None: no cap.
@@ -41,7 +42,7 @@ def attention(
     Returns:
         `[rows, heads, head_dim]` in the dtype of `q`. A row that sees no key gets zeros or NaN.
     """
-    if uses_triton(q):
+    if attends_by_triton(q):
         from cachecraft_rag.kernels.gpu.attention import attend as attend_on_gpu
 
         is_fitting = out is not None and out.is_contiguous() and out.dtype == q.dtype
@@ -112,7 +113,7 @@ def attention_with_mass(
         `[rows, heads, head_dim]` in the dtype of `q`, and float32 `[rows, segments]`, the first result of
         `attention_mass`: 0 for an empty segment. A row that sees no key gets zeros or NaN in both.
     """
-    if uses_triton(q):
+    if attends_by_triton(q):
         from cachecraft_rag.kernels.gpu.attention import attend as attend_on_gpu
 
         attended = attend_on_gpu(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cachecraft_rag.kernels.cpu import calls
 from cachecraft_rag.kernels.cpu.library import kernels_for
-from cachecraft_rag.kernels.gpu.choice import uses_triton
+from cachecraft_rag.kernels.gpu.choice import attends_by_triton
 from cachecraft_rag.kernels.row_blocks import (
     RowBlock,
     grouped,
@@ -34,7 +34,7 @@ def attention_mass(
 
     Both are averaged over heads and leave out a row's own position. The sum of the first over a chunk's rows is
     Cache-Craft's eq. 3 (other segments) and eq. 4 (its own segment). The second is H2O's accumulated attention (its
-    §4), from these rows only; it costs 1 % of the whole.
+    §4), from these rows only; on a CPU it costs 1 % of the whole.
 
     Args:
         q: `[rows, heads, head_dim]`, rotated.
@@ -51,7 +51,7 @@ def attention_mass(
     >>> [round(float(row), 3) for row in mass[:, 0]], [round(float(key), 3) for key in received]  # 1/2 + 1/3, 1/3, 0
     ([0.0, 0.5, 0.667], [0.833, 0.333, 0.0])
     """
-    if uses_triton(q):
+    if attends_by_triton(q):
         from cachecraft_rag.kernels.gpu.attention import attend as attend_on_gpu
         from cachecraft_rag.kernels.gpu.received import received as received_on_gpu
 
@@ -88,7 +88,7 @@ def attention_received(
 
     With Triton this is cheaper, because nothing is summed by segment.
     """
-    if uses_triton(q):
+    if attends_by_triton(q):
         from cachecraft_rag.kernels.gpu.attention import attend as attend_on_gpu
         from cachecraft_rag.kernels.gpu.received import received as received_on_gpu
 
@@ -113,7 +113,7 @@ def segment_mass(
     Arguments are as there; a row's own position does not count, so a row's sum is at most 1. With Triton this is
     cheaper, because the second result needs another sweep over the keys.
     """
-    if uses_triton(q):
+    if attends_by_triton(q):
         from cachecraft_rag.kernels.gpu.attention import attend as attend_on_gpu
 
         mass = attend_on_gpu(

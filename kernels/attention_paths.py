@@ -231,7 +231,7 @@ def products(
 ) -> Tensor:
     """Attend in one block by products around a softmax, with shapes as in `fused`; returns float32.
 
-    NaN for a row that sees no key. Rejected: half precision.
+    Keys and values are those of the block's span. NaN for a row that sees no key. Rejected: half precision.
     """
     scores = masked_scores(q, k, block, scale=scale, softcap=softcap)
     weights = softmax_with_sinks(scores, q.shape[1], sinks)

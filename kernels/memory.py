@@ -26,7 +26,7 @@ def empty(
 
     On a CPU, NumPy allocates its memory, because NumPy asks the system for huge pages if the block is large. torch does
     not, and faulting in a new block of 50 MB by pages of 4 KiB takes six times as long as filling it. Copies from
-    `pinned`, page-locked memory to a GPU are faster and run beside computing. MemoryError if no memory is left.
+    `pinned`, page-locked memory to a GPU are faster and run beside computing. MemoryError if there is no such memory.
     """
     if pinned or torch.device(device).type != "cpu":
         try:

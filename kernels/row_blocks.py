@@ -15,13 +15,13 @@ BLOCK_ROWS = 96
 
 @dataclass(frozen=True)
 class RowBlock:
-    """Rows `start:stop` and the keys `first_key:last_key` within their reach.
+    """Rows `start:stop` and the keys `first_key:last_key` within their reach, the span of the block.
 
     start        first row
     stop         row after the last
     first_key    first key that a row may see
     last_key     key after the last that a row may see
-    masked_from  first key that is not visible to every row
+    masked_from  first key of `hidden`; every row sees the keys of the span before it
     hidden       bool `[rows of the block, last_key - masked_from]`, True = not visible; None if every row sees every
                  key
     """

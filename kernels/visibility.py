@@ -18,9 +18,9 @@ class Visibility:
     The rows of a partial prefill are a sorted subset of the prompt's positions. FlashAttention's `causal=True` is
     aligned to the bottom right and is wrong for such rows, so visibility is decided by position.
 
-    positions  int64 `[rows]`, positions of the rows, ascending, without repeats
+    positions  int64 `[rows]` on the device of the queries: positions of the rows, ascending, without repeats
     window     number of keys that a row sees, including its own, so 1 or more; None = no limit
-    absent     int64, keys that no row sees; None = no key is absent
+    absent     int64 on the same device, keys that no row sees; None = no key is absent
     """
 
     positions: Tensor

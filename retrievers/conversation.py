@@ -49,7 +49,7 @@ def search_texts(question: str, history: Sequence[Turn] = ()) -> tuple[str, ...]
 
 
 def turn_before(history: Sequence[Turn]) -> tuple[str, Sequence[Turn]] | None:
-    """Return the user's last question before this one and the turns before that; None for a first question."""
+    """Return the user's last question in `history` that is not blank, and the turns before it; None without one."""
     place = max(
         (at for at, (role, text) in enumerate(history) if role == "user" and text.strip()),
         default=None,
@@ -58,7 +58,7 @@ def turn_before(history: Sequence[Turn]) -> tuple[str, Sequence[Turn]] | None:
 
 
 def prefer(hits: Iterable[SearchHit], chunk_ids: Collection[str], top_k: int) -> list[SearchHit]:
-    """Return the best `top_k` hits, best first; those of `chunk_ids` are ranked as if they scored `TIE` (0.02) higher.
+    """Return the best `top_k` hits, best first; those of `chunk_ids` only rank as if they scored `TIE` (0.02) higher.
 
     >>> hits = [SearchHit("a", 0.50, "", {}), SearchHit("b", 0.49, "", {}), SearchHit("c", 0.40, "", {})]
     >>> [hit.chunk_id for hit in prefer(hits, {"b", "c"}, 2)]

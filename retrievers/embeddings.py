@@ -58,7 +58,7 @@ logger = logging.getLogger("cachecraft_rag.retrievers.embeddings")
 class EmbeddingModel(Protocol):
     """An embedding model as retrieval uses it. `Embedder` is one; another may ask a service for its vectors.
 
-    Vectors are float32 `[texts, dim]` of unit length, in the order of the texts. Calls may arrive from several threads.
+    Vectors are float32 `[texts, dim]` of unit length, in the texts' order; there may be no texts. Any thread may call.
     """
 
     @property

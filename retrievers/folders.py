@@ -31,8 +31,9 @@ class OutsideError(DocumentError):
 class Problem:
     """A file or folder that gave no document, or not all of it, and the reason.
 
-    kind  `incomplete`: its document lacks something; `unsupported`: not a kind of file that is read; `inaccessible`: it
-          cannot be opened, or a reader or splitter of the user's own failed, so an earlier reading of it stays;
+    kind  `incomplete`: its document lacks something, or a splitter's chunks had to be cut; `unsupported`: not a kind of
+          file that is read, a broken link, or two names that are written alike; `inaccessible`: it cannot be opened, a
+          package is missing, or a reader or splitter of the user's own failed, so an earlier reading of it stays;
           `unreadable`: its content was seen and gives no text, or cannot be split; `outside`: it leads out of the
           folder, or was replaced by something that may, and was not read
     """
@@ -57,7 +58,7 @@ def list_files(
     opener: Opener | None = None,
     more: Container[str] = (),
 ) -> Listing:
-    """List the files to read at `path`: itself, or all below the folder whose suffix is in `SUFFIXES` or `more`.
+    """List the files to read at `path`: itself, or all below it whose suffix (".pdf") is in `SUFFIXES` or `more`.
 
     Names that begin with a dot are skipped silently; other kinds of file, and what cannot be opened, are problems. A
     link is followed if it leads to a place in the folder, or with `follow_links`; otherwise it is a problem. Each

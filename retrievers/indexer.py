@@ -75,7 +75,7 @@ class IndexReport:
     chunks_embedded    chunks that the embedding model encoded
     chunks_reused      chunks of added and updated documents whose vectors were already in the index
     removed_chunk_ids  chunks that are in no document any more; their chunk-caches can be deleted too
-    problems           files that gave no document, or not all of it, with the reasons, sorted by doc_id
+    problems           files that gave no document, or not all of it (not again if unchanged), sorted by doc_id
     seconds            elapsed time of the run
     """
 
@@ -107,11 +107,12 @@ def index_folder(
 
     A doc_id is the folder's name (with a number if another folder has it), "/" and the path below it: `docs/kettle.md`.
     A path inside a folder that was indexed before belongs to that folder; a folder around earlier ones replaces their
-    documents by its own. Documents of the folder (or file) are removed if their file is gone, leads out of the folder
-    or can no longer be parsed, and stay if it cannot be opened or your reader or splitter fails; other documents stay.
-    Files are parsed only if they, the reader, the splitter or the limit of tokens changed. A file that was indexed
-    twice, for a folder and for one around it, keeps one document, named as in this run. Each document is one
-    transaction: the next run completes one that was killed or ended by an error.
+    documents by its own. Documents of the folder (or file) are removed if their file is gone, leads out of the folder,
+    can no longer be parsed, or is of a kind that this run does not read. They stay if it cannot be opened, a package is
+    missing, or your reader or splitter fails; other documents stay. Files are parsed only if they, the reader, the
+    splitter or the limit of tokens changed. A file that was indexed twice, for a folder and for one around it, keeps
+    one document, named as in this run. Each document is one transaction: the next run completes one that was killed or
+    ended by an error.
 
     Args:
         progress: called after each file and after each batch of embeddings; `done` and `total` count files. Its errors

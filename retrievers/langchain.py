@@ -57,7 +57,7 @@ Filter = Mapping[str, Any] | Callable[[dict[str, Any]], bool]
 class CacheCraftEmbeddings(Embeddings):
     """An `Embedder` as LangChain's embeddings, for any vector store; without one, the default `Embedder` is loaded.
 
-    Vectors have unit length and `embedder.dim` numbers, 384 with the default model.
+    Vectors are those of its `encode_document` or `encode_query`: of unit length, with 384 numbers by default.
     """
 
     def __init__(self, embedder: EmbeddingModel | None = None) -> None:
@@ -298,7 +298,7 @@ class CacheCraftVectorStore(Closeable, DocumentVectorStore):
 
         A follow-up's cosines are to the mean of two vectors: `query`, and the user's last two questions with it.
         Documents that the turn before would retrieve are ranked as if their cosines were 0.02 higher. `history` has the
-        turns before the question, (role, text) each. A long question and `filter` are as in
+        turns before the question, (role, text) each; those of "user" count. A long question and `filter` are as in
         `similarity_search_with_score`.
         """
         check_whole("k", k, least=1)

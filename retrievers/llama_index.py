@@ -381,7 +381,7 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closeable):
     # --- life ---
 
     def persist(self, persist_path: str = "", fs: object = None) -> None:
-        """Write the index file, see `FaissStore.save`; LlamaIndex's arguments are ignored."""
+        """Write the index file, if there is an index (`FaissStore.save`); LlamaIndex's arguments are ignored."""
         if self._store is not None:
             self._store.save()
 

@@ -29,8 +29,8 @@ class OwnReaderError(DocumentError):
 class OwnReaders:
     """The user's readers by suffix, or one for all files (under the suffix "").
 
-    A reader is a function of a path, or has `load_data` or `lazy_parse`. It returns a text, a document of LangChain or
-    LlamaIndex, several of either, or None for the built-in reader. Raises ConfigError for anything else.
+    A reader is a function of a `Path`, or has `load_data` or `lazy_parse`. It gives a text, a document of LangChain or
+    LlamaIndex, several of either, or None for the built-in reader. ConfigError for others, or a suffix without a dot.
     """
 
     def __init__(self, readers: Mapping[str, object] | object | None = None) -> None:

@@ -55,9 +55,9 @@ class Retriever:
             question: the question; a blank one is searched for too, and finds what happens to be near.
             top_k: most chunks, at least 1.
             where: filters them, see `FaissStore.search`.
-            history: the conversation before the question, user first. Scores are then cosines to the mean of two
-                vectors, the question and it with the questions before (`search_texts`), and chunks that the turn before
-                would retrieve are ranked as if their scores were 0.02 higher, because their chunk-caches exist.
+            history: the turns before the question, (role, text) each; those of "user" count. Scores are then cosines to
+                the mean of two vectors, the question and it with the questions before (`search_texts`), and chunks that
+                the turn before would retrieve are ranked as if their scores were 0.02 higher: their chunk-caches exist.
         """
         check_text("question", question, damaged=True)
         check_whole("top_k", top_k, least=1)

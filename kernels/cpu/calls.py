@@ -199,7 +199,7 @@ class Drift:
         run: the compiled kernels.
         evidence: int64 row numbers of the recomputed tokens of each chunk; at least one chunk, each with a row or more.
         positions: int64 `[rows]`, positions of the pass's rows.
-        pieces: (chunk, first position, end) of each range of positions to move.
+        pieces: (index of the chunk in `evidence`, first position, end) of each range of positions to move.
     """
 
     def __init__(

@@ -382,7 +382,7 @@ def attend(
         splits: number of programs that share a tile's keys; None = as many as fill the device. Ignored if there are
             more than 128 segments, which need several launches.
         tiling: size of the tiles; None = chosen by head_dim and dtype.
-        out: where to write the output, contiguous, in the form of `q`; None = a new tensor. Not used without `v`.
+        out: where to write the output, contiguous, with the shape and dtype of `q`; None = a new tensor.
 
     Returns:
         Output, lse and mass, see `Attended`: without `v` there is no output, and without `bounds` no mass. A row that

@@ -13,12 +13,13 @@ from torch import Tensor
 logger = logging.getLogger("cachecraft_rag.kernels")
 
 DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
+LARGEST_HEAD = 256  # dimensions of a head that the attention kernels take
 
 
 def uses_triton(x: Tensor) -> bool:
     """Return True if the Triton kernels take this tensor: 16- or 32-bit floats on a CUDA device, or interpreted.
 
-    False without Triton. If the first launch on a device fails, torch's operations run there, with a warning.
+    False without Triton, and on a device where the trial launch of the first call fails, with a warning.
 
     >>> uses_triton(torch.zeros(1, dtype=torch.float64))
     False
@@ -26,6 +27,11 @@ def uses_triton(x: Tensor) -> bool:
     if x.dtype not in DTYPES or not _installed():
         return False
     return interpreted() or (x.is_cuda and _launches(x.device))
+
+
+def attends_by_triton(q: Tensor) -> bool:
+    """Return True if the Triton attention kernels take these: as `uses_triton`, and heads up to 256 dimensions."""
+    return q.shape[-1] <= LARGEST_HEAD and uses_triton(q)
 
 
 @cache  # asked at each launch

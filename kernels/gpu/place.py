@@ -86,7 +86,7 @@ def _place(
 
 @cache
 def layer_numbers(layers: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return layer numbers on the device, int32 `[layers]`; equal arguments give the same tensor."""
+    """Return layer numbers on the device, int32 `[layers]`; equal arguments give the same tensor: do not change it."""
     return torch.tensor(layers, dtype=torch.int32, device=device)
 
 

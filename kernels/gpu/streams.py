@@ -56,7 +56,7 @@ def sent(array: NDArray[Any], device: torch.device) -> Tensor:
 
 @cache
 def copy_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the one stream on which this process copies chunk-caches to a GPU, beside computing."""
+    """Return the stream on which this process copies chunk-caches to this GPU, beside computing; always the same."""
     return torch.cuda.Stream(device)
 
 
@@ -92,7 +92,7 @@ class LayersInFlight:
             self._events.popleft().synchronize()
 
     def seconds(self) -> float | None:
-        """Return a pass's seconds on a GPU; None until computed, and with a limit. Call it after the last `add`."""
+        """Return a pass's seconds, after the last `add`; None on a CPU, with a limit, and until they are computed."""
         if not (self._timed and self._timed[1].query()):
             return None
         milliseconds: float = self._timed[0].elapsed_time(self._timed[1])

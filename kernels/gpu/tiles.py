@@ -11,11 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cachecraft_rag.kernels.gpu.choice import DTYPES, interpreted
+from cachecraft_rag.kernels.gpu.choice import DTYPES, LARGEST_HEAD, interpreted
 from cachecraft_rag.kernels.gpu.launch import power_of_two
 from cachecraft_rag.kernels.visibility import Visibility
 
-LARGEST_HEAD = 256
 _SMALLEST_ROWS = 16  # what a matrix product needs at least
 _PROGRAMS_PER_PROCESSOR = 2
 _MOST_SPLITS = 64

@@ -285,7 +285,7 @@ class FaissStore(Closeable):
     def removed_chunks(self) -> dict[str, int]:
         """Return id → number, ascending, of chunks that left the index and may still have stored chunk-caches.
 
-        The transaction that removes a chunk notes it until `forget_removed`, so the note survives the process.
+        The transaction that removes a chunk notes it, until `forget_removed` or until the chunk is added again.
         """
         with self._opened().snapshot() as db:
             return dict(db.execute("SELECT chunk_id, place FROM removed_chunks ORDER BY place"))
@@ -375,7 +375,7 @@ class FaissStore(Closeable):
     ) -> list[Chunk]:
         """Return the chunks of all places that have one of the keys, each with its own metadata, sorted by document.
 
-        Unknown keys are ignored. Keys of None are all places, also those without a name; `where` is as in `search`.
+        Unknown keys are ignored; None means all places, also those without a key. `where`, as for `search`, tests each.
         """
         check_where(where)
         with self._opened().snapshot() as db:

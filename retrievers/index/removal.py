@@ -1,4 +1,4 @@
-"""Removing chunks from the index together with their chunk-caches."""
+"""Removing chunks from the index together with their chunk-caches: of all tenants, or of the one of `ServerCaches`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ logger = logging.getLogger("cachecraft_rag.retrievers.index.removal")
 class RemovalReport:
     """Documents removed by doc_id, chunks left without any document, and the number of chunk-caches deleted.
 
-    These are all that `evict_removed` deleted, also for earlier removals; `nbytes` is their disk space.
+    `chunk_caches` counts all that `evict_removed` deleted, also for earlier removals; `nbytes` is their disk space.
     """
 
     documents: tuple[str, ...]
@@ -44,12 +44,12 @@ def remove_documents(
 ) -> RemovalReport:
     """Remove documents by `doc_id`, or all whose `doc_id` begins with a name that ends in a slash (`docs/`).
 
-    A chunk that another document has too stays, with its chunk-caches. Each document is one transaction: if the index
-    fails, those before it stay removed. Chunk-caches that could not be deleted, now or by an earlier call, are deleted
-    by the next call; without `caches` they are left alone.
+    A chunk that another document has too stays, with its chunk-caches. Files stay, and `index_folder` adds them again.
+    Each document is one transaction: if the index fails, those before it stay removed. Chunk-caches that could not be
+    deleted, now or by an earlier call, are deleted by the next call; without `caches` they are left alone.
 
     Raises DocumentError for a name that no document has; no document was removed then. After a StoreError or
-    ServerError the documents of known names were removed, but not their chunk-caches.
+    ServerError the documents were removed, if all names are known, but not their chunk-caches.
     """
     known = [document.doc_id for document in index.documents()]
     chosen: dict[str, None] = {}
@@ -130,7 +130,7 @@ class Evictions:
     """Deletion of the chunk-caches of chunks that left an index and did not come back.
 
     A framework replaces a document by deleting it and adding its new nodes. Chunks that are in both keep their
-    chunk-caches, because those of a deletion are deleted with the next addition, after `grace_s`, or by `finish`.
+    chunk-caches: those of a deletion are deleted by `settle` after the next addition, after `grace_s`, or by `finish`.
     """
 
     def __init__(self, caches: Caches | None, *, grace_s: float = GRACE_S) -> None:

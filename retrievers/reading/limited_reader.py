@@ -43,7 +43,7 @@ class ReadingBudget:
     """Budget of one document: CPU time and memory for a small one, and more for each MiB or byte of the file.
 
     A page of a real PDF takes some 0.05 s, and the parsers of Word files and JSON some ten bytes of memory per byte.
-    Memory is limited on Linux only. On Windows only elapsed time counts: the CPU seconds times `waiting_factor`.
+    Elapsed time is limited to the CPU seconds times `waiting_factor`, CPU time not on Windows, memory on Linux only.
     """
 
     cpu_seconds: int = 7

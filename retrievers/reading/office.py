@@ -40,7 +40,7 @@ _MATH = "{http://schemas.openxmlformats.org/officeDocument/2006/math}"
 
 
 def require_reader(suffix: str) -> None:
-    """Raise MissingPackageError if a package that reads this suffix (".docx", in small letters) is not installed."""
+    """Raise MissingPackageError if a package that reads files of this suffix (".pdf") is not installed."""
     modules, extra = _PACKAGES.get(suffix, ((), ""))
     missing = ", ".join(module for module in modules if not find_spec(module))
     if missing:

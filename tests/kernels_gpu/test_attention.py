@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from cachecraft_rag.kernels.attention import attention
-from cachecraft_rag.kernels.attention_mass import attention_mass, attention_received
+from cachecraft_rag.kernels.attention import attention, attention_with_mass
+from cachecraft_rag.kernels.attention_mass import attention_mass, attention_received, segment_mass
 from cachecraft_rag.kernels.gpu.attention import MOST_SEGMENTS, Attended, attend
+from cachecraft_rag.kernels.gpu.choice import LARGEST_HEAD
 from cachecraft_rag.kernels.gpu.combine import combine
 from cachecraft_rag.kernels.gpu.received import received
 from cachecraft_rag.kernels.gpu.tiles import Tiling
@@ -223,6 +224,26 @@ def test_what_keys_receive_needs_no_segments() -> None:
     assert torch.allclose(found, expected, atol=1e-6)
     none = Visibility(on_device([]))
     assert not attention_received(q[:0], k, none, scale=0.3).any()
+
+
+def test_heads_too_large_for_the_kernels_attend_by_torch() -> None:
+    """Such as those of 512 dimensions in some layers of Gemma 4."""
+    q, k, v, visible = tensors(CASES["scattered rows"], torch.float32, LARGEST_HEAD + 16)
+    bounds = on_device([0, 9, len(k)])
+    expected = reference.attend(q, k, v, visible, scale=0.1, bounds=bounds)
+    keys = reference.received(q, k, expected.lse, visible, scale=0.1)
+    out, mass = attention_with_mass(q, k, v, visible, bounds, scale=0.1)
+    pairs = [
+        (out, expected.out),
+        (mass, expected.mass),
+        (attention(q, k, v, visible, scale=0.1), expected.out),
+        (segment_mass(q, k, visible, bounds, scale=0.1), expected.mass),
+        (attention_mass(q, k, visible, bounds, scale=0.1)[1], keys),
+        (attention_received(q, k, visible, scale=0.1), keys),
+    ]
+    for ours, right in pairs:
+        assert right is not None
+        assert torch.allclose(ours.double(), right, atol=1e-4)
 
 
 # -- parts ------------------------------------------------------------------------------------------------------------
