@@ -498,9 +498,9 @@ class ChunkCacheStore(Closeable):
         """Remove the chosen variants: all, or the lowest-scored until the store's files have at most `down_to_bytes`.
 
         Rows and files are removed, and this process's memory drops them; chunk-caches on a remote stay there. If
-        `chosen` has chunk ids, the functions in `before_removal` are called first: an `Engine` on this store then waits
-        for its running captures of these chunks, which would be stored again. Other captures, without chunk ids or in
-        other processes, are not waited for.
+        `chosen` has chunk ids, the functions in `before_removal` are called first with these and the namespace: an
+        `Engine` on this store then waits for captures of these chunks that are being stored, and drops those that are
+        still being computed. Without chunk ids, and in other processes, such captures may be stored afterwards.
 
         Returns the number of variants removed and their bytes on disk. A file that cannot be deleted counts too, with a
         warning. Raises ConfigError if there is neither `down_to_bytes` nor a filter that chooses by something.
@@ -531,7 +531,7 @@ class ChunkCacheStore(Closeable):
         others when a look-up meets them. The texts of the namespace's audits and a "set-aside" store are deleted.
         `namespace` None means all.
 
-        Returns the number of the variants that were removed from the folder, and their bytes on disk.
+        Returns the number of variants removed from the folder, and their bytes on disk. Without ids it does nothing.
         """
         names = _checked_ids(chunk_ids, namespace)
         self._require_folder()
@@ -621,8 +621,8 @@ class ChunkCacheStore(Closeable):
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until all captures and uses so far are written, and sent to the remote, or dropped.
 
-        Returns False after `timeout` seconds in all (None: no limit), otherwise True. A capture that could not be
-        written counts as done; see its future.
+        Returns False after `timeout` seconds in all (None: no limit), otherwise True. A capture or use that could not
+        be written counts as done; for a capture see its future.
         """
         self._home.require()
         check_number("timeout", timeout, most=MOST_SECONDS, optional=True)

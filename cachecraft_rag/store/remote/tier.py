@@ -226,7 +226,7 @@ class RemoteTier(Closeable):
                 self.remove(variant)
 
     def remove(self, variant: Variant) -> None:
-        """Remove a variant's entry of that `created` in the background; nothing with an open breaker or if closed."""
+        """Remove a variant's entry of that `created` in the background if the breaker is closed, not after `close`."""
         self._connection.in_background(self._connection.backend.remove(name_of(variant)))
 
     # -- administration -----------------------------------------------------------------------------------------------
