@@ -63,7 +63,8 @@ class ChunkCacheStore(Closeable):
     """Chunk-caches by identity. Every method may be called from any thread; several processes may share one folder.
 
     After `close` look-ups, loads and reads of the catalog raise StoreError, and captures are dropped. `namespace` is a
-    tenant's, `fingerprint` a model's; `session` None means shared variants only.
+    tenant's, `fingerprint` a model's; `session` None means shared variants only. A problem that occurs again is logged
+    as a warning the first time, later as info.
     """
 
     def __init__(
@@ -578,8 +579,9 @@ class ChunkCacheStore(Closeable):
         """Remove every chunk-cache that holds another text than these chunks, or was shaped by one.
 
         Those of instructions stay. Chunks that leave are refused from then on, as after `remove_chunks`, but passages
-        of unmarked text are not; `before_removal` is called for both. Given chunks that were removed earlier are let in
-        again. A first capture of another chunk that is under way is not waited for; the next call removes it.
+        of unmarked text are not; `before_removal` is called for both. If any leave, so do variants of which it is not
+        known what has shaped them. Given chunks that were removed earlier are let in again. A first capture of another
+        chunk that is under way is not waited for; the next call removes it.
 
         Args:
             chunk_ids: ids of the chunks that stay; () removes all but the instructions.

@@ -143,7 +143,7 @@ class StoreStats:
     loads       tier → number of chunk-caches loaded: "device", "host", "disk", "remote"
     load_failures  tier → `LoadFailure` → number of chunk-caches
     captures    outcome → number of captures: "stored", or a `CaptureDrop`; for the remote see `remote`
-    evictions   tier → `EvictionReason` → number of chunk-caches; those that left memory are still on disk
+    evictions   tier → `EvictionReason` → number of chunk-caches; leaving memory removes nothing from disk
     remote      sizes on the remote, and counts of this process there; None without a remote
     """
 

@@ -105,7 +105,7 @@ class Caches(Protocol):
     def evict(self, chosen: RowFilter | None = None) -> Evicted:
         """Remove the chosen chunk-caches; return their number and their bytes on disk.
 
-        See `ChunkCacheStore.evict` and `ServerCaches.evict` for the filters that each accepts.
+        Both accept a filter by chunk ids alone; for others see `ChunkCacheStore.evict`.
         """
 
     def remove_chunks(self, chunk_ids: Sequence[str]) -> Evicted:
