@@ -219,7 +219,7 @@ class ChunkCacheStore(Closeable):
         """Return what this store holds of each chunk, in the order given: shared variants and those of `session`.
 
         A remote is not asked, captures that are not written yet do not count, and the call is not counted as a look-up.
-        If the catalog cannot be read, a warning is logged, and every chunk has 0 tokens.
+        If the catalog cannot be read, a warning is logged, and every chunk has 0 tokens. Damaged rows are removed.
         """
         self._check_open()
         check_text("namespace", namespace)

@@ -64,7 +64,7 @@ class VariantFinder:
     def find_here(
         self, namespace: str, fingerprint: str, chunk_ids: Sequence[str], *, session: str | None
     ) -> LookupResult:
-        """Return the variants in the catalog, shared or of `session`; the remote is not asked."""
+        """Return the variants in the catalog, shared or of `session`; damaged rows are removed, no remote is asked."""
         lookup = LookupResult({chunk_id: [] for chunk_id in chunk_ids})
         self._find_here(lookup, namespace, fingerprint, session=session, bounds=None)
         return self._without_removed(lookup, namespace)

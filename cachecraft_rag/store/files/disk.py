@@ -42,10 +42,7 @@ class Throttle:
         self._filled = time.perf_counter()
 
     def pieces(self, buffer: memoryview) -> Iterator[tuple[memoryview, int]]:
-        """Yield `buffer` in pieces of at most 64 KiB with their offsets in it, each as soon as the rate allows it.
-
-        All threads share the rate. Without a rate the whole buffer is yielded at once.
-        """
+        """Yield `buffer` in pieces of up to 64 KiB with offsets, each once the rate allows it; whole without a rate."""
         if self.bytes_per_s == math.inf:
             yield buffer, 0
             return
