@@ -349,7 +349,7 @@ class StoredVariant:
         self.kv = None
 
     def own(self, layer: int, start: int, stop: int) -> torch.Tensor:
-        """Return a range of tokens of a layer of `kv`, `[2, stop - start, kv_heads, head_dim]`: a view, no copy."""
+        """Return tokens of a layer of the allocated `kv`, `[2, stop - start, kv_heads, head_dim]`: a view, no copy."""
         assert self.kv is not None, "it was allocated, and is not released"
         return self.kv[layer, :, start:stop]
 

@@ -85,7 +85,7 @@ class VariantFinder:
         return scores
 
     def ask(self, problem: str, question: Callable[[Catalog], T], *, instead: T) -> T:
-        """Return the catalog's answer; `instead`, with a warning, if it cannot be used (`problem`) or has gone."""
+        """Return `question(catalog)`; `instead`, with a warning, if it fails (`problem`) or the folder is gone."""
         is_usable = self._is_usable()
         try:
             return question(self._catalog) if is_usable else instead
