@@ -375,7 +375,7 @@ class Catalog:
         that it has written. For an `extra_variant`, a chunk that has no variant left and is not remembered as evicted
         counts as removed too.
 
-        The caller has checked the variant with `row_error`.
+        The caller has checked the variant with `row_error`, and has called `reserve` for its file.
         """
         key = variant.key
         with self._db.writing() as connection:

@@ -138,8 +138,8 @@ class DiskTier:
     def write(self, variant: Variant, encoded: Encoded, *, writer: str) -> None:
         """Write the file completely, wait until it is synced, and then give it its name.
 
-        A file of the same id and time is replaced. `writer` marks the temporary file. After an error neither file
-        exists, unless only the last step failed, which syncs the folder.
+        A file of the same id and time is replaced. `writer`, a `Writers.token`, marks the temporary file. After an
+        error neither file exists, unless only the last step failed, which syncs the folder.
         """
         path = self.path(variant.variant_id, variant.created)
         temporary = self._temporary(path, writer)
