@@ -565,8 +565,8 @@ class ChunkCacheStore(Closeable):
     ) -> frozenset[str]:
         """Let these chunks be stored again, because a document with their text was added.
 
-        Returns the ids of all chunks still removed there; without `chunk_ids` it does nothing else. `namespace` None
-        means all; chunks that were removed in all namespaces are let in again everywhere, also if one is named.
+        Returns the ids of all chunks still removed in `namespace`; without `chunk_ids` it does nothing else. None means
+        all namespaces; chunks that were removed in all are let in again everywhere, also if one is named.
         """
         names = _checked_ids(chunk_ids, namespace)
         self._require_folder()

@@ -112,7 +112,7 @@ class Caches(Protocol):
         """Remove what holds these chunks or was captured after one, even indirectly; refuse it until readmitted."""
 
     def readmit_chunks(self, chunk_ids: Sequence[str]) -> frozenset[str]:
-        """Let chunk-caches of these chunks be stored again; return the ids of all chunks that are still removed."""
+        """Let these chunks be stored again; return the ids of all that are still removed. () only returns them."""
 
 
 class DurableVariants:

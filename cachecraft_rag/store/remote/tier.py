@@ -206,7 +206,7 @@ class RemoteTier(Closeable):
 
         Private variants are never sent. The bytes of `encoded` must not change after this call. They are signed in the
         caller's thread. For what follows see `Outbox.offer`; an entry of the same identity that `find` has refused for
-        its signature is removed from the remote, too.
+        its signature is removed from the remote once this one is sent.
         """
         if variant.session is not None or self._closed:
             return False
