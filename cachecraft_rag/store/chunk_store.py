@@ -63,7 +63,8 @@ class ChunkCacheStore(Closeable):
     """Chunk-caches by identity. Every method may be called from any thread; several processes may share one folder.
 
     After `close` look-ups, loads and reads of the catalog raise StoreError, and captures are dropped. `namespace` is a
-    tenant's, `fingerprint` a model's; `session` None means shared variants only.
+    tenant's, `fingerprint` a model's; `session` None means shared variants only. A problem that occurs again is logged
+    as a warning the first time, later as info.
     """
 
     def __init__(
@@ -218,7 +219,7 @@ class ChunkCacheStore(Closeable):
         """Return what this store holds of each chunk, in the order given: shared variants and those of `session`.
 
         A remote is not asked, captures that are not written yet do not count, and the call is not counted as a look-up.
-        If the catalog cannot be read, a warning is logged, and every chunk has 0 tokens.
+        If the catalog cannot be read, a warning is logged, and every chunk has 0 tokens. Damaged rows are removed.
         """
         self._check_open()
         check_text("namespace", namespace)
@@ -498,9 +499,9 @@ class ChunkCacheStore(Closeable):
         """Remove the chosen variants: all, or the lowest-scored until the store's files have at most `down_to_bytes`.
 
         Rows and files are removed, and this process's memory drops them; chunk-caches on a remote stay there. If
-        `chosen` has chunk ids, the functions in `before_removal` are called first: an `Engine` on this store then waits
-        for its running captures of these chunks, which would be stored again. Other captures, without chunk ids or in
-        other processes, are not waited for.
+        `chosen` has chunk ids, the functions in `before_removal` are called first with these and the namespace: an
+        `Engine` on this store then waits for captures of these chunks that are being stored, and drops those that are
+        still being computed. Without chunk ids, and in other processes, such captures may be stored afterwards.
 
         Returns the number of variants removed and their bytes on disk. A file that cannot be deleted counts too, with a
         warning. Raises ConfigError if there is neither `down_to_bytes` nor a filter that chooses by something.
@@ -531,7 +532,7 @@ class ChunkCacheStore(Closeable):
         others when a look-up meets them. The texts of the namespace's audits and a "set-aside" store are deleted.
         `namespace` None means all.
 
-        Returns the number of the variants that were removed from the folder, and their bytes on disk.
+        Returns the number of variants removed from the folder, and their bytes on disk. Without ids it does nothing.
         """
         names = _checked_ids(chunk_ids, namespace)
         self._require_folder()
@@ -564,8 +565,8 @@ class ChunkCacheStore(Closeable):
     ) -> frozenset[str]:
         """Let these chunks be stored again, because a document with their text was added.
 
-        Returns the ids of all chunks still removed there; without `chunk_ids` it does nothing else. `namespace` None
-        means all; chunks that were removed in all namespaces are let in again everywhere, also if one is named.
+        Returns the ids of all chunks still removed in `namespace`; without `chunk_ids` it does nothing else. None means
+        all namespaces; chunks that were removed in all are let in again everywhere, also if one is named.
         """
         names = _checked_ids(chunk_ids, namespace)
         self._require_folder()
@@ -578,8 +579,9 @@ class ChunkCacheStore(Closeable):
         """Remove every chunk-cache that holds another text than these chunks, or was shaped by one.
 
         Those of instructions stay. Chunks that leave are refused from then on, as after `remove_chunks`, but passages
-        of unmarked text are not; `before_removal` is called for both. Given chunks that were removed earlier are let in
-        again. A first capture of another chunk that is under way is not waited for; the next call removes it.
+        of unmarked text are not; `before_removal` is called for both. If any leave, so do variants of which it is not
+        known what has shaped them. Given chunks that were removed earlier are let in again. A first capture of another
+        chunk that is under way is not waited for; the next call removes it.
 
         Args:
             chunk_ids: ids of the chunks that stay; () removes all but the instructions.
@@ -621,8 +623,8 @@ class ChunkCacheStore(Closeable):
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until all captures and uses so far are written, and sent to the remote, or dropped.
 
-        Returns False after `timeout` seconds in all (None: no limit), otherwise True. A capture that could not be
-        written counts as done; see its future.
+        Returns False after `timeout` seconds in all (None: no limit), otherwise True. A capture or use that could not
+        be written counts as done; for a capture see its future.
         """
         self._home.require()
         check_number("timeout", timeout, most=MOST_SECONDS, optional=True)

@@ -31,7 +31,7 @@ _MOST_READERS = 1024
 class StoreTuning:
     """Tuned settings of reading and writing, for this process. Change them only after a measurement.
 
-    queue_bytes       most bytes of captures that wait to be written; further captures are dropped
+    queue_bytes       most bytes of captures and copies from the remote that wait to be written; others are dropped
     readers           number of threads that read files, from 1 to 1024, shared by all requests
     read_bytes_per_s  limit on the rate of reading files, for a disk that other programs need too
     busy_timeout_s    longest wait for another process's transaction on the catalog, in seconds
@@ -143,7 +143,7 @@ class StoreStats:
     loads       tier → number of chunk-caches loaded: "device", "host", "disk", "remote"
     load_failures  tier → `LoadFailure` → number of chunk-caches
     captures    outcome → number of captures: "stored", or a `CaptureDrop`; for the remote see `remote`
-    evictions   tier → `EvictionReason` → number of chunk-caches; those that left memory are still on disk
+    evictions   tier → `EvictionReason` → number of chunk-caches; leaving memory removes nothing from disk
     remote      sizes on the remote, and counts of this process there; None without a remote
     """
 

@@ -594,7 +594,7 @@ def connect_read_only(path: Path, *, timeout_s: float) -> sqlite3.Connection:
 
 
 def can_be_written(path: Path) -> bool:
-    """Return True if this user may write both the database file and its folder, where SQLite keeps helper files."""
+    """Return True if the database file exists and this user may write it and its folder, for SQLite's helper files."""
     return os.access(path, os.W_OK) and os.access(path.parent, os.W_OK)
 
 

@@ -105,14 +105,14 @@ class Caches(Protocol):
     def evict(self, chosen: RowFilter | None = None) -> Evicted:
         """Remove the chosen chunk-caches; return their number and their bytes on disk.
 
-        See `ChunkCacheStore.evict` and `ServerCaches.evict` for the filters that each accepts.
+        Both accept a filter by chunk ids alone; for others see `ChunkCacheStore.evict`.
         """
 
     def remove_chunks(self, chunk_ids: Sequence[str]) -> Evicted:
         """Remove what holds these chunks or was captured after one, even indirectly; refuse it until readmitted."""
 
     def readmit_chunks(self, chunk_ids: Sequence[str]) -> frozenset[str]:
-        """Let chunk-caches of these chunks be stored again; return the ids of all chunks that are still removed."""
+        """Let these chunks be stored again; return the ids of all that are still removed. () only returns them."""
 
 
 class DurableVariants:

@@ -68,11 +68,11 @@ class VariantFacts(NamedTuple):
 
 
 class Policy(Protocol):
-    """Formula of the eviction score. `score` is called when a variant is stored and at each use, at no other time."""
+    """Formula of the eviction score. `score` is called when a variant enters catalog or memory, and at each use."""
 
     @property
     def name(self) -> str:
-        """Name in the catalog. If the policy has changed, the catalog computes all scores again when it is opened."""
+        """Name in the catalog. When it changes, the catalog computes all scores again at its opening, from clock 0."""
 
     def score(self, facts: VariantFacts, clock: float) -> float:
         """Return the new score of a variant; the one with the lowest score is evicted first.

@@ -240,7 +240,7 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
 def extents(codec: Codec, layout: KVLayout, tokens: int) -> list[tuple[int, int]]:
     """Return (first token, end) of each piece of a layer that can be read and verified alone, in order.
 
-    Pieces have `EXTENT_TOKENS` tokens; a codec whose blocks are only decoded whole has a single one.
+    Pieces have `EXTENT_TOKENS` tokens, the last one perhaps fewer; a codec whose blocks are only decoded whole has one.
     """
     if not codec.run(layout, tokens, 0, tokens):  # can only be decoded as a whole
         return [(0, tokens)]
@@ -349,7 +349,7 @@ class StoredVariant:
         self.kv = None
 
     def own(self, layer: int, start: int, stop: int) -> torch.Tensor:
-        """Return a range of tokens of a layer of `kv`, `[2, stop - start, kv_heads, head_dim]`: a view, no copy."""
+        """Return tokens of a layer of the allocated `kv`, `[2, stop - start, kv_heads, head_dim]`: a view, no copy."""
         assert self.kv is not None, "it was allocated, and is not released"
         return self.kv[layer, :, start:stop]
 

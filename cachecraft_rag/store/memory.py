@@ -42,8 +42,8 @@ class _Held:
 class MemoryTier:
     """Tensors in memory, within a budget. If a new one does not fit, those with the lowest eviction score leave.
 
-    Among equal scores, the one that was raised longest ago leaves. A tensor that has left can be read again from a
-    slower tier. A new tensor never leaves at once, because it is about to be used.
+    Among equal scores, the one that was added or used longest ago leaves. A tensor that has left can be read again from
+    a slower tier. A new tensor never leaves at once, because it is about to be used.
 
     Ctrl-C may interrupt a change between any two lines. The dictionary of tensors is always valid: the heap is only a
     hint, and the sum of bytes is unset during a change, so the next caller computes it again.

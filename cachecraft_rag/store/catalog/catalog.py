@@ -229,7 +229,7 @@ class Catalog:
             return connection.execute(query, asked).fetchone() is not None
 
     def at_risk(self) -> dict[str, list[FileRef]]:
-        """Return writer → files that may exist without a row; `file_bytes` are those reserved."""
+        """Return writer, running or dead → files that may exist without a row; `file_bytes` are those reserved."""
         files: dict[str, list[FileRef]] = {}
         with self._db.reading() as connection:
             query = "SELECT writer, variant_id, created, reserved_bytes FROM files_at_risk"
@@ -273,7 +273,8 @@ class Catalog:
     def others(self, chunk_ids: Collection[str], *, namespace: str | None) -> OtherTexts:
         """Return the ids of all texts that variants hold or were shaped by, but for these chunks and instructions.
 
-        An instruction is the first segment of an origin prefix. `namespace` None means all. It reads every row.
+        An instruction is the first segment of an origin prefix, or a text that was captured without one. `namespace`
+        None means all. It reads every row.
         """
         query = f"""SELECT v.chunk_id, v.origin_prefix, v.tokens_digest, v.session, sh.chunk_ids
             FROM {_SCOPED} LEFT JOIN shaping AS sh USING (variant_id) WHERE {_IN_NAMESPACE}"""
@@ -335,8 +336,8 @@ class Catalog:
 
         Otherwise nothing is reserved, and the result lists files whose rows were removed to make room, lowest scores
         first. The caller deletes those, calls `settle` and asks again: a file that is not deleted yet still counts, or
-        a second writer would fill the room before it is free. Returns None if even an empty catalog would leave no
-        room, because of other writers or because the file alone is too large.
+        a second writer would fill the room before it is free. Returns None, and removes nothing, if even an empty
+        catalog would leave no room, because of other writers or because the file alone is too large.
         """
         with self._db.writing() as connection:
             excess = sums.used_bytes(connection) + file_bytes - limits.disk_bytes
@@ -374,7 +375,7 @@ class Catalog:
         that it has written. For an `extra_variant`, a chunk that has no variant left and is not remembered as evicted
         counts as removed too.
 
-        The caller has checked the variant with `row_error`.
+        The caller has checked the variant with `row_error`, and has called `reserve` for its file.
         """
         key = variant.key
         with self._db.writing() as connection:

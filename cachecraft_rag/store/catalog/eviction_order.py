@@ -76,7 +76,7 @@ class EvictionOrder:
     def __init__(self, database: Database, policy: Policy | None) -> None:
         """Use this policy from now on; None: that of the last opening that named one, at first `Saving`.
 
-        If the policy has changed, the scores of all rows are computed again.
+        If the policy has changed, the clock starts at 0, and the scores of all rows are computed again.
         """
         with database.reading() as connection:
             names = connection.execute("SELECT policy FROM eviction").fetchall()

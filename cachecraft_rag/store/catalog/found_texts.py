@@ -30,7 +30,10 @@ _MARKED = f"""SELECT DISTINCT m.mark, m.chunk_id, m.place, v.tokens, v.tokens_di
 
 
 class MarkedText(NamedTuple):
-    """A captured text with a mark (`planning.found_text`), whose last token is at `place`; any field may be damaged."""
+    """A captured text with a mark (see `planning.found_text.marks`); any field may be damaged.
+
+    `place` is the position of the mark's last token in the text; `tokens` and `tokens_digest` are those of `Variant`.
+    """
 
     mark: int
     chunk_id: str
@@ -62,10 +65,10 @@ class FoundTexts:
         return known
 
     def mark(self, namespace: str, fingerprint: str, chunk_id: str, mark: tuple[int, int]) -> None:
-        """Store a mark, by which a captured text is found in prompts, and the position of its last token.
+        """Store a mark, (hash, position of its last token in the text), by which a captured text is found in prompts.
 
-        For both see `Capture.mark`. A text can have several marks; a new place of the same mark replaces the earlier
-        one. The chunk need not be stored. Does nothing if nothing of this namespace and fingerprint was ever stored.
+        A text can have several marks; a new position of the same mark replaces the earlier one. The chunk need not be
+        stored. Does nothing if nothing of this namespace and fingerprint was ever stored.
         """
         with self._db.writing() as connection:
             number, place = mark
@@ -81,7 +84,7 @@ class FoundTexts:
     def marked(
         self, namespace: str, fingerprint: str, marks: Collection[int], *, session: str | None
     ) -> list[MarkedText]:
-        """Return the texts, shared or of `session`, with a variant and one of these marks, once for each, unordered."""
+        """Return the texts, shared or of `session`, with a variant and one of these marks, once per mark, unordered."""
         with self._db.reading() as connection:
             given = {
                 "namespace": namespace,

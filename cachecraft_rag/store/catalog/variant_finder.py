@@ -64,7 +64,7 @@ class VariantFinder:
     def find_here(
         self, namespace: str, fingerprint: str, chunk_ids: Sequence[str], *, session: str | None
     ) -> LookupResult:
-        """Return the variants in the catalog, shared or of `session`; the remote is not asked."""
+        """Return the variants in the catalog, shared or of `session`; damaged rows are removed, no remote is asked."""
         lookup = LookupResult({chunk_id: [] for chunk_id in chunk_ids})
         self._find_here(lookup, namespace, fingerprint, session=session, bounds=None)
         return self._without_removed(lookup, namespace)
@@ -85,7 +85,7 @@ class VariantFinder:
         return scores
 
     def ask(self, problem: str, question: Callable[[Catalog], T], *, instead: T) -> T:
-        """Return the catalog's answer; `instead`, with a warning, if it cannot be used (`problem`) or has gone."""
+        """Return `question(catalog)`; `instead`, with a warning, if it fails (`problem`) or the folder is gone."""
         is_usable = self._is_usable()
         try:
             return question(self._catalog) if is_usable else instead

@@ -19,9 +19,9 @@ _WIDTHS = {"F32": 4, "BF16": 2, "F16": 2, "I8": 1, "U8": 1}
 
 @dataclass(frozen=True, slots=True)
 class BlockPart:
-    """A tensor inside a block. Its name in the safetensors file is `layer.000` + `suffix`.
+    """A tensor inside a block. Its name in the safetensors file is `layer.000` + `suffix`, such as ".scale" or "".
 
-    `dtype` is safetensors' name. The parts of a block are contiguous.
+    `dtype` is safetensors' name, such as "BF16". The parts of a block are contiguous.
     """
 
     suffix: str

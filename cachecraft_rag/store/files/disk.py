@@ -42,10 +42,7 @@ class Throttle:
         self._filled = time.perf_counter()
 
     def pieces(self, buffer: memoryview) -> Iterator[tuple[memoryview, int]]:
-        """Yield `buffer` in pieces of at most 64 KiB with their offsets in it, each as soon as the rate allows it.
-
-        All threads share the rate. Without a rate the whole buffer is yielded at once.
-        """
+        """Yield `buffer` in pieces of up to 64 KiB with offsets, each once the rate allows it; whole without a rate."""
         if self.bytes_per_s == math.inf:
             yield buffer, 0
             return
@@ -141,8 +138,8 @@ class DiskTier:
     def write(self, variant: Variant, encoded: Encoded, *, writer: str) -> None:
         """Write the file completely, wait until it is synced, and then give it its name.
 
-        A file of the same id and time is replaced. `writer` marks the temporary file. After an error neither file
-        exists, unless only the last step failed, which syncs the folder.
+        A file of the same id and time is replaced. `writer`, a `Writers.token`, marks the temporary file. After an
+        error neither file exists, unless only the last step failed, which syncs the folder.
         """
         path = self.path(variant.variant_id, variant.created)
         temporary = self._temporary(path, writer)

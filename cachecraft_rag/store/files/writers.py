@@ -75,7 +75,7 @@ class Writers:
         return False
 
     def remove_stale_locks(self) -> None:
-        """Delete the lock files of killed writers, after their other files are removed."""
+        """Delete the lock files of killed writers, whose other files the caller has removed before."""
         for path in self.folder.glob("*.lock"):
             if not self.is_alive(path.stem):
                 path.unlink(missing_ok=True)

@@ -32,8 +32,8 @@ class Loader:
     ) -> PendingLoads:
         """Begin to read in at most two threads of the store; return the loads at once. Hand them to `end`.
 
-        The expected rate is the lowest of those remembered for the tiers of the variants. After the store was closed
-        all extents fail with `LoadFailure.CLOSED`.
+        The expected rate is the lowest of those remembered for the tiers of the variants. After the store was closed,
+        or without room for a thread, all extents fail with `LoadFailure.CLOSED`.
 
         Args:
             stored: pairs in prompt order: an opened variant whose tensor is allocated, and its first token's position.

@@ -120,6 +120,7 @@ class PendingLoads:
     An extent is incomplete (`Extent.is_open`) until it is loaded, lost or taken; it stays in the list. A token is taken
     once it is to be computed or left out; an extent is, once all its tokens are.
 
+    layers       number of the model's layers, which each extent needs
     meter        measures the load rate
     layer_first  True: readers load layer by layer, in few large reads; False: whole extents, while the beginning of the
                  prompt is computed. Both begin at the end of the prompt
@@ -507,7 +508,7 @@ class PendingLoads:
         )
 
     def depth(self) -> int:
-        """Return how many first layers are loaded of every incomplete extent; `layers` if none is incomplete."""
+        """Return how many first layers each incomplete extent has at least; the model's number if there is none."""
         with self._lock:
             while self._depth < self.layers and not self._at_depth[self._depth]:
                 self._depth += 1

@@ -99,7 +99,7 @@ class Backend(Protocol):
         """Return the names of the complete entries in a place, with the place, in no order; of too many maybe none."""
 
     def read(self, name: str) -> AsyncIterator[bytes | memoryview]:
-        """Yield the payload of this name, even without a row, in pieces of about PIECE_BYTES; else nothing."""
+        """Yield the payload of this name, even without a row, in pieces of about PIECE_BYTES; nothing if missing."""
 
     async def write(self, parcel: Parcel) -> bool:
         """Send payload and row, the row visible only after its payload. Returns False if there is no room, else True.

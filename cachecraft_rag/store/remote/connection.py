@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class Connection(Closeable):
-    """Runs coroutines of a backend in an event loop. `ask` and `close` are for other threads, the rest is for any.
+    """Runs coroutines of a backend in an event loop. Its thread must not call `ask` or `close`, any other may.
 
     There every wait can be cancelled at any time, even if the library or the server hangs. Rejected: blocking calls in
     a pool of threads, because a server that hangs would occupy all of them.

@@ -44,7 +44,7 @@ class RemoteStream(Closeable):
 
         `submit` hands a coroutine to the tier's event loop. `ended` is called once, in the thread that reads, with the
         outcome, unless the stream is closed before, or a signature does not match. `confirms` verifies each slice of
-        `SLICE_BYTES` before any of it is handed out.
+        `SLICE_BYTES` before any of it is handed out. Time limits are for each piece, and for the first one.
         """
         self._confirms = confirms
         self._slices = 0

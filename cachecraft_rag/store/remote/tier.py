@@ -206,7 +206,7 @@ class RemoteTier(Closeable):
 
         Private variants are never sent. The bytes of `encoded` must not change after this call. They are signed in the
         caller's thread. For what follows see `Outbox.offer`; an entry of the same identity that `find` has refused for
-        its signature is removed from the remote, too.
+        its signature is removed from the remote once this one is sent.
         """
         if variant.session is not None or self._closed:
             return False
@@ -226,7 +226,7 @@ class RemoteTier(Closeable):
                 self.remove(variant)
 
     def remove(self, variant: Variant) -> None:
-        """Remove a variant's entry of that `created` in the background; nothing with an open breaker or if closed."""
+        """Remove a variant's entry of that `created` in the background if the breaker is closed, not after `close`."""
         self._connection.in_background(self._connection.backend.remove(name_of(variant)))
 
     # -- administration -----------------------------------------------------------------------------------------------
