@@ -162,7 +162,7 @@ class ReuseConfig:
 
     @classmethod
     def paper(cls, **changes: Any) -> Self:
-        """Return `ReuseMethod.paper()` for prompts of every length, except for `changes`.
+        """Return `ReuseMethod.paper()` for prompts of every length, except for `changes`; their `method` replaces it.
 
         `EngineConfig.paper()` also sets what concerns the whole engine: eviction, new variants, the order of chunks.
         docs/results/papers.md compares both with the papers line by line.

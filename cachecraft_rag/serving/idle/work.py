@@ -181,7 +181,7 @@ class IdleWork(ABC, Generic[Piece, Result]):
     def finish(
         self, piece: Piece, result: Result | None = None, error: BaseException | None = None
     ) -> None:
-        """Take the result of a piece, or its error, which is logged; with neither it gave way to other requests.
+        """Take the result of a piece, or its error, which is logged; with neither it was given up or gave way.
 
         CancelledError, or one that is not among the runner's `expected_errors`, closes the work. Wakes the runner.
         """
