@@ -176,8 +176,8 @@ class CaptureDescriber:
     ) -> Work[Variant | Unavailable]:
         """Return the steps that describe one capture, a `Call` for each layer, and store it, see `submit`.
 
-        Of steps that `submit` did not begin, `pending`, `wait_for`, `close` and the limit know nothing, and a private
-        capture needs `context.session`: without one it would be shared.
+        Of steps that `submit` did not begin, `pending`, `wait_for`, `close` and `max_bytes` know nothing, and a
+        private capture needs `context.session`: without one it would be shared.
         A capture is not stored, but counted in the store and logged, if after the last layer its chunk or one before it
         is in `context.removed`. The result is the stored variant, or the reason why the capture is dropped. `computed`
         is an event after the prefill, if another thread may run these steps on another stream of the GPU.

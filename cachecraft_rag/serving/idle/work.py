@@ -158,7 +158,7 @@ class IdleWork(ABC, Generic[Piece, Result]):
             self._changed.notify_all()
 
     def settle(self, timeout: float | None = None) -> bool:
-        """Wait until no piece can begin or is under way, or `close`; False after `timeout` seconds (None: no limit)."""
+        """Wait until it is not `busy`, or is closed; False after `timeout` seconds (None: no limit)."""
         with self._changed:
             return self._changed.wait_for(lambda: self._closed or not self.busy, timeout)
 

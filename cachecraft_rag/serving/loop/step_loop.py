@@ -162,7 +162,7 @@ class StepLoop:
             self.wait_until(lambda: not any(task.given_up for task in self._tasks))
 
     def under_way(self, priority: Priority) -> bool:
-        """Return True if the loop has taken up work of this priority; in other threads a moment old."""
+        """Return True if the loop has taken up, and not ended, work of this priority; in other threads a moment old."""
         return any(task.priority is priority for task in self._tasks)
 
     def would_join(self, rows: Sequence[int] | NDArray[np.int64]) -> bool:
