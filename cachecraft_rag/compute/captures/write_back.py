@@ -45,7 +45,7 @@ class CaptureContext:
     segments        segments of the prompt they were captured in
     bounds          `[segments + 1]`, segment bounds of the prompt
     exact_shares    exact share of each segment, see `planner.exact_shares`
-    session         session that the captures belong to if their context is private
+    session         session that the captures belong to if their context is private; None: `submit` drops these
     primed          see `types.variants.Variant`
     extra_variants  segments that are captured once more, see `types.captures.Capture`
     removed         chunks that must not be stored any more

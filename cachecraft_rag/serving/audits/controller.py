@@ -149,7 +149,7 @@ class RatioController:
 
     @property
     def ratio(self) -> float:
-        """Recompute ratio of the next answer; without `seed` and `resume` the largest up to 0.15 or the least first."""
+        """Ratio of the next answer: first the largest up to 0.15, or the smallest, if no `seed` or `resume` set it."""
         return self._ratios[self._place]
 
     def _reason(self, place: int) -> str:
