@@ -181,7 +181,7 @@ class RatioController:
         self._seed_tokens = weight * remaining
         self._seed_weight = _FADING**newer
         if sum(level.answers for level in self._levels) < _BEFORE_UP:
-            self._place = self._smallest_that_holds(1.0 - self.target.agreement, 0)
+            self._move(self._smallest_that_holds(1.0 - self.target.agreement, 0))
         else:
             self._choose_from_evidence()
 
