@@ -223,7 +223,7 @@ class RowPass:
 
     @property
     def clock(self) -> Callable[[], float | None]:
-        """Function that returns the pass's seconds on a GPU, see `LayersInFlight.seconds`; None if that is limited."""
+        """Function that returns the pass's seconds on a GPU; None until computed, and always with `most_in_flight`."""
         return self._in_flight.seconds
 
     def join(self, other: RowPass) -> None:

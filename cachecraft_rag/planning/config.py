@@ -61,9 +61,9 @@ class ReuseMethod:
                      as in the paper
     early_termination         recompute less of chunks that the question does not attend to. "off": recompute all.
                               "probe": nothing is recomputed of chunks out of focus for the selector's probe: half of
-                              the work, and more divergence (docs/decisions/focus.md); acts in prompts of five chunks
-                              and more, unless `recompute_ratio` is 1. "published": Algorithm 1, which stops within the
-                              last pass
+                              the work, and more divergence (docs/decisions/focus.md); acts if the probe sees five
+                              chunks or more, unless `recompute_ratio` is 1. "published": Algorithm 1, which stops
+                              within the last pass
     early_termination_window  w of Algorithm 1, for "published": consecutive layers that must agree. The paper prints no
                               value; its Fig. 17 fits 8
     loading          treatment of chunk-caches that are not in memory. "cake": load from the end of the prompt while
@@ -162,7 +162,7 @@ class ReuseConfig:
 
     @classmethod
     def paper(cls, **changes: Any) -> Self:
-        """Return `ReuseMethod.paper()` for prompts of every length, except for `changes`.
+        """Return `ReuseMethod.paper()` for prompts of every length, except for `changes`; their `method` replaces it.
 
         `EngineConfig.paper()` also sets what concerns the whole engine: eviction, new variants, the order of chunks.
         docs/results/papers.md compares both with the papers line by line.

@@ -380,7 +380,8 @@ def with_selection(
     `selectors.select`).
 
     Args:
-        plan: a plan from `make_plan`; its chunk ids begin with eight hex digits, which seed random selectors.
+        plan: a plan from `make_plan` or from here; its chunk ids begin with eight hex digits, the seed of random
+            selectors.
         token_scores: variant id → token scores; missing ones count as unknown.
         config: settings of reuse.
         probed: segment index → the probe's scores of its tokens, float32 `[tokens]`.

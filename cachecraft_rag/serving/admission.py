@@ -57,7 +57,7 @@ class AdmissionQueue:
         return len(self._waiting)
 
     def enter(self, task: LoopTask) -> None:
-        """Take the last place in the queue; BusyError if `max_waiting` requests wait already beside the turn."""
+        """Take the last place; BusyError if `max_waiting` requests wait already (one more while none has the turn)."""
         has_turn_taken = bool(self._prefilling)
         if len(self._waiting) + has_turn_taken > self._max_waiting:
             self._rejected.inc()
@@ -92,7 +92,7 @@ class AdmissionQueue:
     def may_preload(self, task: LoopTask) -> bool:
         """Return True if a waiting request, other than the first, may plan and load now, before its turn.
 
-        There must be room, and the requests before it, but for the first, must have called `reserve`.
+        Less than `preload_bytes` must be reserved, and those before it, but for the first, must have called `reserve`.
         """
         if not self.preloading_bytes < self._preload_bytes:
             return False

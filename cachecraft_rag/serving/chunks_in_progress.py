@@ -108,7 +108,7 @@ class ChunksInProgress:
     """The chunk-caches in progress of one engine. Used in one thread.
 
     Args:
-        captured: returns the ids of the segments that are being captured, at least those of this owner.
+        captured: returns the ids of the segments that are being captured: those of an owner, perhaps others too.
     """
 
     def __init__(self, captured: Callable[[Owner], Collection[str]]) -> None:
@@ -127,7 +127,7 @@ class ChunksInProgress:
         return is_announced
 
     def computing(self, wanted: WantedChunks) -> list[ExpectedVariant]:
-        """Return which wanted chunk-caches others compute, but for idle time; all if a prefix cache will have them."""
+        """Return the wanted chunk-caches that announced answers compute; all if a prefix cache will have them."""
         others = [
             captures for captures in self._announced if not captures.computed and not captures.idle
         ]
@@ -136,7 +136,7 @@ class ChunksInProgress:
         return _served(wanted, others)
 
     def announced(self, owner: Owner) -> frozenset[str]:
-        """Return the ids of the segments that requests of this owner have announced."""
+        """Return the ids of the segments in progress that requests of this owner have announced, idle work included."""
         return frozenset(
             variant.segment_id
             for captures in self._announced

@@ -107,8 +107,8 @@ class Generation(Iterator[str], AsyncIterator[str]):
     def close(self) -> None:
         """End the answer here, unless it has ended; its captures are kept. Any thread and finalisers may call this.
 
-        The answer is counted, with `finish` "closed", if a piece of it was asked for. Another thread that reads it gets
-        no further piece: at once in this process, with the next piece over vLLM or a server.
+        The answer is counted, with `finish` "closed", if a piece was asked for; otherwise `finish` stays None. A thread
+        that reads it gets no further piece: at once in this process, with the next piece over vLLM or a server.
         """
         self._closing = True
         with suppress(ValueError):  # Python's error if the generator runs in another thread

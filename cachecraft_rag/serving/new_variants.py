@@ -80,7 +80,7 @@ class NewVariantStats:
 
     captured  variants that were stored
     tokens    tokens that were computed for them
-    waiting   prompts that wait to be captured
+    waiting   prompts that wait to be captured, and those that are being captured
     dropped   prompts that were not captured, or only in part, by `Dropped`
     """
 
@@ -130,7 +130,7 @@ class WantedVariants:
         return self.candidates.best(among)
 
     def spend(self, tokens: int) -> None:
-        """Take tokens from the budget; each refusal of the store in a row doubles their cost, at most 16 times."""
+        """Count tokens and take them from the budget; each refusal in a row doubles their cost, at most 16 times."""
         self._tokens += tokens
         doublings = min(self._refusals, _MAX_DOUBLINGS)
         self._allowance -= math.ldexp(tokens, doublings)

@@ -151,7 +151,8 @@ class Primer:
     ) -> int:
         """Capture a document, see `DocumentPrimer.prime`; its first chunk also after the next ones, which counts twice.
 
-        An interrupted run resumes where it stopped. A document of one chunk is skipped too if it was primed after
+        With `alone`, each chunk is captured once. A fixed passage is captured and counted like the instruction. An
+        interrupted run resumes where it stopped. A document of one chunk is skipped too if it was primed after
         chunks of other documents before and `related` still returns some. Captures that the store refuses are not
         counted. If the catalog cannot be read, chunks are computed, but captures do not count as stored.
         """
@@ -182,8 +183,8 @@ class Primer:
     def capture(self, chunk: Chunk, after: Sequence[Chunk] = ()) -> int:
         """Capture a chunk after others (nearest last), and the instruction; return how many were stored (0 to 2).
 
-        What is stored after the same segments is skipped. Of the others, repeated chunks, the chunk itself and the
-        furthest that do not fit the window are left out.
+        What is stored after the same segments is skipped; captures do not count as primed. Of the others, repeated
+        chunks, the chunk itself and the furthest that do not fit the window are left out.
         """
         self._require_shared()
         segment = self.engine.prompts.chunk_segment(chunk)

@@ -160,11 +160,11 @@ class RequestProgress:
     removed: RemovedChunks = field(default_factory=RemovedChunks)
 
     def reported(self, report: Mapping[str, Any]) -> None:
-        """Take over the report of another process that carried the plan out: all that `report` returns there.
+        """Take over the report of another process that carried the plan out: all that `report` returned there.
 
-        It has `refused` and no segments if the request was computed without chunk-caches. Numbers that it lacks stay as
-        they are, and so does `plan`. Raises KeyError, TypeError or ValueError for an invalid entry of `segments`, and
-        then changes nothing. Nothing else is checked.
+        It has only `refused` if the request was computed without chunk-caches. Numbers that it lacks stay as they are,
+        and so does `plan`. Raises KeyError, TypeError or ValueError for an invalid entry of `segments`, and then
+        changes nothing. Nothing else is checked.
         """
         reports = tuple(SegmentReport.from_dict(values) for values in report.get("segments", ()))
         self.reports = reports
@@ -216,7 +216,7 @@ def stats_of(request: Request, progress: RequestProgress, layers: int) -> Reques
     """Return the statistics of a request so far, for a model of `layers` layers.
 
     Before the plan no token counts as reused, and `chunks` has only those left out of the prompt. If the request failed
-    or was closed before its first token, every chunk is "failed", unless another process reported what it did; after
+    or was closed before its first token, all others are "failed", unless another process reported what it did; after
     any other end, chunks without a report are "computed". `total_s` is the time until now while the request goes on.
     """
     reports = progress.segment_reports()

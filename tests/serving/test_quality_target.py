@@ -247,6 +247,19 @@ def test_a_measurement_chooses_the_first_ratio_and_audits_correct_it() -> None:
     assert controller.ratio < 0.15
 
 
+def test_after_a_measurement_the_next_ratio_needs_ten_audits_of_the_measured_one() -> None:
+    controller = RatioController(QualityTarget(TARGET))
+    controller.resume([(0.15, 16, 16)] * 9)
+    controller.seed(ratio=0.2, tokens=1000, agreement=0.97)
+    measured = controller.ratio
+    assert measured > 0.15
+    for _ in range(9):
+        controller.add(measured, tokens=16, agreeing=0)
+    assert controller.ratio == measured
+    controller.add(measured, tokens=16, agreeing=0)
+    assert controller.ratio > measured
+
+
 def test_a_measurement_without_differences_or_of_everything_recomputed_promises_nothing() -> None:
     controller = RatioController(QualityTarget(0.99))
     controller.seed(ratio=0.15, tokens=50, agreement=1.0)

@@ -24,6 +24,7 @@ from cachecraft_rag.compute.decode import DecodeStep
 from cachecraft_rag.compute.driver import Call, Until, Work
 from cachecraft_rag.engine.config import EngineTuning
 from cachecraft_rag.engine.engine import Engine
+from cachecraft_rag.errors import UnsupportedModelError
 from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.serving.loop import joint_rows, ready_steps
@@ -221,8 +222,12 @@ def test_without_memory_for_the_comparison_each_request_is_computed_alone(
     assert "comparing joint with single forwards failed: no memory" in caplog.text
 
 
+@pytest.mark.parametrize("error", [RuntimeError, UnsupportedModelError])
 def test_joint_forwards_that_fail_are_repeated_alone_and_given_up_after_the_third(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    engine: Engine,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    error: type[Exception],
 ) -> None:
     expected = [one.answer.text for one in ask_together(engine, SAMPLED)]
 
@@ -230,7 +235,7 @@ def test_joint_forwards_that_fail_are_repeated_alone_and_given_up_after_the_thir
 
     def fail(decoder: Decoder, steps: Sequence[DecodeStep]) -> Tensor:
         if len(steps) > 1:
-            raise RuntimeError("no memory")
+            raise error("no memory")
         return own(decoder, steps)
 
     monkeypatch.setattr(joint_rows, "extend_all", fail)

@@ -39,7 +39,7 @@ class ComputeSpeed:
         keys_per_row: number of keys that cost as much to attend to as the rest of a row, see `Stack.keys_per_row`.
 
     Attributes:
-        piece_s: fixed cost in seconds of a pass that places little, measured on decode steps.
+        piece_s: fixed cost in seconds of a pass that places little, measured on decode steps; 0 before.
     """
 
     def __init__(self, keys_per_row: float) -> None:

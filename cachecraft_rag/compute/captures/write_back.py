@@ -45,7 +45,7 @@ class CaptureContext:
     segments        segments of the prompt they were captured in
     bounds          `[segments + 1]`, segment bounds of the prompt
     exact_shares    exact share of each segment, see `planner.exact_shares`
-    session         session that the captures belong to if their context is private
+    session         session that the captures belong to if their context is private; None: `submit` drops these
     primed          see `types.variants.Variant`
     extra_variants  segments that are captured once more, see `types.captures.Capture`
     removed         chunks that must not be stored any more
@@ -111,13 +111,13 @@ class CaptureDescriber:
         self._followers: weakref.WeakKeyDictionary[RemovedChunks, str] = weakref.WeakKeyDictionary()
 
     def follow(self, removed: RemovedChunks, namespace: str = "") -> RemovedChunks:
-        """Add a tenant's ("": the describer's) ids that `remove` gets to this set, while it lives; return the set."""
+        """Return this set; while it lives, `remove` adds to it the ids of this tenant ("": the describer's)."""
         with self._guard:
             self._followers[removed] = namespace or self._namespace
         return removed
 
     def remove(self, chunk_ids: Sequence[str], namespace: str | None = None) -> None:
-        """Let requests of a tenant (None: of all) that `follow` store none of these chunks, nor any after one of them.
+        """Add these ids to the sets of `follow` of a tenant (None: all): nothing of these, nor after them, is stored.
 
         What is stored stays. Waits without limit for captures of these chunks under way, of all tenants. `namespace` is
         the tenant's full name, not "".
@@ -176,6 +176,8 @@ class CaptureDescriber:
     ) -> Work[Variant | Unavailable]:
         """Return the steps that describe one capture, a `Call` for each layer, and store it, see `submit`.
 
+        Of steps that `submit` did not begin, `pending`, `wait_for`, `close` and `max_bytes` know nothing, and a
+        private capture needs `context.session`: without one it would be shared.
         A capture is not stored, but counted in the store and logged, if after the last layer its chunk or one before it
         is in `context.removed`. The result is the stored variant, or the reason why the capture is dropped. `computed`
         is an event after the prefill, if another thread may run these steps on another stream of the GPU.

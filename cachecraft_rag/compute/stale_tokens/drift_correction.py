@@ -144,7 +144,7 @@ class DriftCorrection:
         self._owner = sent(owners(keys, positions, self._ranges), device)
 
     def correct(self, layer: int, merged: Tensor, keys: Tensor, values: Tensor) -> bool:
-        """Move the stale tokens of one layer in place. Call it once for each layer, before its rows are written.
+        """Move the stale tokens of a layer in place. After `locate`, call it once a layer, before its rows are written.
 
         Returns True if it also wrote the rows: with Triton both are one launch.
 

@@ -58,7 +58,7 @@ class Audit:
     origin           how the reused chunks were captured: "primed", "asked" (while answering questions), "mixed", or
                      "none" if no chunk-cache was read: nothing was reused, or a server's prefix cache still had the
                      prompt from an earlier request
-    outcomes         number of chunks by outcome, see `ChunkStats`
+    outcomes         number of the prompt's chunks by outcome, see `ChunkStats`; none is "trimmed"
     ratio            the recompute ratio, if a quality target chose it; else None
     early            True if early termination "published" has settled which chunks are in focus
     exact            True if every chunk was exact, or recomputed as a whole, so that there was nothing to compare

@@ -47,10 +47,10 @@ _TRIM = """DELETE FROM audits
 
 
 class AuditLog:
-    """The results of one store folder, of all its namespaces and models. Any thread may call any method."""
+    """The results of one store folder, of all its namespaces (never "") and models. Any thread may call any method."""
 
     def __init__(self, folder: Path, *, kept: int, busy_timeout_s: float = 5.0) -> None:
-        """Open or create it in a folder; at most `kept` results stay of each tenant and model."""
+        """Open or create it; keeps `kept` results of each tenant and model. Waits `busy_timeout_s` for writers."""
         self._kept = kept
         self._database = opened_audits(folder, busy_timeout_s=busy_timeout_s)
         self._opened_file = _identity(self._database.path)

@@ -71,7 +71,7 @@ class Auditor(AuditWork[Predictions]):
         decoder, store, loader: of the engine.
         look_up: looks up what is stored.
         loop: runs the audits while it is idle.
-        captures_pending: whether captures or new variants are still to be stored.
+        captures_pending: returns True while captures or new variants are still to be stored; audits wait for them.
         results: takes the results.
     """
 
@@ -99,7 +99,7 @@ class Auditor(AuditWork[Predictions]):
         self._shared: FullPrefill | None = None
 
     def forget(self, chunk_ids: Collection[str], namespace: str | None = None) -> None:
-        """Drop audits, also the one under way, of prompts with these chunks of a tenant (None: all); results stay."""
+        """Drop audits of prompts with these chunks of a tenant (None: all), as `IdleWork.forget`; results stay."""
         self._shared = None
         super().forget(chunk_ids, namespace)
 

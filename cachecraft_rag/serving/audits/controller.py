@@ -149,7 +149,7 @@ class RatioController:
 
     @property
     def ratio(self) -> float:
-        """The recompute ratio of the next answer; at first the largest up to 0.15 or the smallest, unless by `seed`."""
+        """Ratio of the next answer: first the largest up to 0.15, or the smallest, if no `seed` or `resume` set it."""
         return self._ratios[self._place]
 
     def _reason(self, place: int) -> str:
@@ -181,15 +181,15 @@ class RatioController:
         self._seed_tokens = weight * remaining
         self._seed_weight = _FADING**newer
         if sum(level.answers for level in self._levels) < _BEFORE_UP:
-            self._place = self._smallest_that_holds(1.0 - self.target.agreement, 0)
+            self._move(self._smallest_that_holds(1.0 - self.target.agreement, 0))
         else:
             self._choose_from_evidence()
 
     def resume(self, audits: Iterable[tuple[float, int, int]]) -> None:
         """Start from earlier audits, oldest first: (ratio, tokens, agreeing tokens) of each, as of `add`.
 
-        The controller begins at the ratio of the last one, and from ten audits on where all of them lead, however few
-        are of that ratio: so the last ones may have been late, of another process or of another target.
+        The controller begins at the ratio of the last one. From ten audits on it begins where all of them together
+        lead, however few are of that ratio, because the last one may be of another process or of another target.
         """
         count = 0
         for ratio, tokens, agreeing in audits:

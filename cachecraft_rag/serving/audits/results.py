@@ -46,7 +46,7 @@ class AuditDrop(StrEnum):
 class AuditResults:
     """The results of the audits of one engine. Any thread may call any method.
 
-    Without audits (`Audits.share` is 0) there are neither metrics nor a file, and `keep` and `drop` fail.
+    Without audits (`Audits.share` is 0) there are neither metrics nor a file: do not call `keep`, `write` or `drop`.
 
     Args:
         config: limits of the audits.
@@ -111,7 +111,7 @@ class AuditResults:
             )
 
     def get(self, request_id: str, namespace: str = "") -> Audit | None:
-        """Return the audit of a tenant's request; None: not audited, not yet, or not of the engine's last 1,024."""
+        """Return the audit of a tenant's request, of any session; None: not audited (yet), or not of the last 1,024."""
         with self._lock:
             return self._results.get((namespace or self._namespace, request_id))
 
@@ -121,7 +121,7 @@ class AuditResults:
         return self.controller.choice() if self.controller is not None and is_open else None
 
     def with_ratio(self, request: Request, asked: ReuseConfig) -> Request:
-        """Return the request with `chosen_ratio` and `quality`, if any, for `asked`: settings before calibration."""
+        """Return the request with `chosen_ratio` of `asked`, its settings before calibration, and why; else itself."""
         chosen = self.chosen_ratio(asked)
         if chosen is None:
             return request
@@ -284,7 +284,7 @@ class AuditMetrics:
         gauge.set_function(lambda: controller.ratio)
 
     def add(self, audit: Audit) -> None:
-        """Count an audit in all metrics: answers, places, near-ties, divergence, computed tokens.
+        """Count an audit: its answer, places, near-ties, divergence and computed tokens.
 
         An exact one counts as an exact answer and in no other metric.
         """

@@ -31,7 +31,7 @@ class LoopRunner(Generic[Piece, Result]):
     _is_unwanted: bool = False  # the result of the task
 
     def wake(self, work: IdleWork[Piece, Result]) -> None:
-        """Begin with the next piece, unless one is under way."""
+        """Begin with the next piece, unless one is under way. If the loop ends before the piece, `work` is closed."""
         piece = work.next() if self._task is None else None
         if piece is None:
             return

@@ -158,7 +158,7 @@ class IdleWork(ABC, Generic[Piece, Result]):
             self._changed.notify_all()
 
     def settle(self, timeout: float | None = None) -> bool:
-        """Wait until no piece can begin or is under way, or `close`; False after `timeout` seconds (None: no limit)."""
+        """Wait until it is not `busy`, or is closed; False after `timeout` seconds (None: no limit)."""
         with self._changed:
             return self._changed.wait_for(lambda: self._closed or not self.busy, timeout)
 
@@ -181,7 +181,7 @@ class IdleWork(ABC, Generic[Piece, Result]):
     def finish(
         self, piece: Piece, result: Result | None = None, error: BaseException | None = None
     ) -> None:
-        """Take the result of a piece, or its error, which is logged; with neither it gave way to other requests.
+        """Take the result of a piece, or its error, which is logged; with neither it was given up or gave way.
 
         CancelledError, or one that is not among the runner's `expected_errors`, closes the work. Wakes the runner.
         """

@@ -136,7 +136,7 @@ class StepLoop:
 
     @property
     def alive(self) -> bool:
-        """True while the loop's thread runs: from its first work until it ends after `close` or `end`."""
+        """True while the loop's thread runs: from the first work or `wait_until` to its end after `close` or `end`."""
         return self._thread is not None
 
     def wake(self) -> None:
@@ -162,7 +162,7 @@ class StepLoop:
             self.wait_until(lambda: not any(task.given_up for task in self._tasks))
 
     def under_way(self, priority: Priority) -> bool:
-        """Return True if the loop has taken up work of this priority; in other threads a moment old."""
+        """Return True if the loop has taken up, and not ended, work of this priority; in other threads a moment old."""
         return any(task.priority is priority for task in self._tasks)
 
     def would_join(self, rows: Sequence[int] | NDArray[np.int64]) -> bool:
@@ -175,8 +175,8 @@ class StepLoop:
     def close(self) -> None:
         """Finish the jobs and end the thread; while answers are read it lives on, and is not waited for.
 
-        Otherwise waits, without limit, for jobs and for work in idle time under way. While the thread lives on, new
-        work in idle time is given up; once it has ended, any new work starts another thread.
+        Otherwise waits, without limit, for jobs and for work in idle time under way; not for the loop's own thread.
+        While the thread lives on, new work in idle time is given up; once it has ended, new work starts another thread.
         """
         answers_under_way = False
         if self._thread is not None:
