@@ -467,12 +467,9 @@ class AnswerEngine(ABC):
         return self.store.held(self.namespace, self.decoder.fingerprint, ids, session=session)
 
     def disk_space(self) -> DiskSpace:
-        """Return the bytes that the store's files use, their limit, the free bytes of the disk, and the store's codec.
-
-        A remote is asked for its sizes too, which takes at most two seconds.
-        """
+        """Return the bytes that the store's files use, their limit, the free bytes of the disk, and the codec."""
         assert isinstance(self.store, ChunkCacheStore), "engines over HTTP ask the server"
-        stats = self.store.stats()
+        stats = self.store.stats(ask_remote=False)
         try:
             free = shutil.disk_usage(self.store.root).free
         except OSError as error:
