@@ -57,9 +57,10 @@ logger = logging.getLogger("cachecraft_rag.rag")
 
 
 class AnswerStream(Iterator[str]):
-    """An answer as an iterator of text pieces. `sources` is complete from the start, `text` and `stats` at the end.
+    """An answer as an iterator of text pieces; `text` and `stats` are complete at the end.
 
-    The model runs while pieces are read, so its errors are raised by pieces.
+    The model runs while pieces are read, so its errors are raised by pieces. `sources`, the retrieved chunks, best
+    first, are complete from the start, also those that did not fit the prompt.
     """
 
     def __init__(
@@ -135,7 +136,7 @@ class Comparison:
         return full_s / reused_s if reused_s and full_s else math.nan
 
     def as_dict(self) -> dict[str, object]:
-        """Return plain values, for JSON: both answers, `is_same`, `agreement` and `speedup`, by these names."""
+        """Return plain values by name: `reused`, `full`, `is_same`, `agreement` and `speedup`, which may be NaN."""
         return {
             "reused": self.reused.as_dict(),
             "full": self.full.as_dict(),

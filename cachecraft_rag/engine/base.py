@@ -83,7 +83,7 @@ class AnswerEngine(ABC):
         capabilities: calls that this kind of engine does not support.
         decoder: the model, or facts about it if it runs elsewhere.
         namespace: the tenant; chunk-caches never cross it.
-        store: its chunk-caches; those of a server can only be evicted, removed and readmitted from here.
+        store: its chunk-caches; those of a server can only be primed, evicted, removed and readmitted, by admin key.
         config: settings of reuse; a call may bring other settings.
         calibration: result of `cachecraft calibrate`, or None.
         min_prompt_tokens: value in place of a `ReuseConfig.min_prompt_tokens` of None.
@@ -120,7 +120,7 @@ class AnswerEngine(ABC):
     def for_tenant(self, namespace: str) -> Self:
         """Return this engine for another tenant: the same model, queue, counts and store, but other chunk-caches.
 
-        Closing it closes this engine. Attributes are copied: setting `calibration` later does not change the other.
+        Closing it closes this engine. Attributes are copied. UnsupportedCallError if the model is in a server.
         """
         check_text("namespace", namespace, empty=False)  # "" would be the engine's own in a request
         engine = copy.copy(self)
@@ -286,7 +286,7 @@ class AnswerEngine(ABC):
         return self._prepared(request, reuse)
 
     def for_prompt(self, config: ReuseConfig, prompt: Prompt) -> ReuseConfig:
-        """Return these settings, or a copy without reuse and captures for a prompt shorter than `min_prompt_tokens`."""
+        """Return these settings, or a copy without reuse and captures for a prompt below their `min_prompt_tokens`."""
         return config.for_prompt(prompt.bounds[-1], measured=self.min_prompt_tokens)
 
     def _prepared(self, request: Request, reuse: ReuseConfig) -> Request:
@@ -329,11 +329,11 @@ class AnswerEngine(ABC):
     ) -> int:
         """Capture documents of a database of yours before the first question; return how many chunk-caches were stored.
 
-        Each is one chunk. Those with the same source (`source` in the metadata; the `ref_doc_id` of a node) are
-        captured after one another, in the order given; the first of several is captured a second time after the next
-        ones. The instruction is captured, and counted, too. What is stored already is skipped, so after Ctrl-C call it
-        again. Documents that `remove` or `sync` had removed are stored again. ConfigError for an engine whose
-        instruction is private.
+        Each is one chunk. Those with the same source (in the metadata `source`, else `source_id` or `file_path`; the
+        `ref_doc_id` of a node) are captured after one another, in the order given; the first of several is captured a
+        second time after the next ones. The instruction is captured, and counted, too. What is stored already is
+        skipped, so after Ctrl-C call it again. Documents that `remove` or `sync` had removed are stored again.
+        ConfigError for an engine whose instruction is private.
 
         Args:
             documents: texts, chunks, LangChain's or Haystack's documents, or LlamaIndex's nodes, as a retriever returns
