@@ -294,7 +294,7 @@ class AnswerEngine(ABC):
         return request
 
     def recogniser(self, session: str | None) -> Recognise | None:
-        """Return a function that finds captured texts, also those of `session`; None: this engine does not search."""
+        """Return a function that finds captured texts in token ids, also those of `session`; None: no search."""
         return None
 
     def calibration_for(self, config: ReuseConfig) -> Calibration | None:
@@ -316,7 +316,7 @@ class AnswerEngine(ABC):
     # -- chunk-caches -------------------------------------------------------------------------------------------------
 
     def primer(self, *, related: Related | None = None) -> DocumentPrimer:
-        """Return a primer of at most 2,048 tokens a pass; for `related` see `Primer`."""
+        """Return a primer of at most 2,048 tokens a pass; `related` finds chunks similar to a document's only chunk."""
         return Primer(self, related=related)
 
     def prime(
@@ -330,10 +330,10 @@ class AnswerEngine(ABC):
         """Capture documents of a database of yours before the first question; return how many chunk-caches were stored.
 
         Each is one chunk. Those with the same source (in the metadata `source`, else `source_id` or `file_path`; the
-        `ref_doc_id` of a node) are captured after one another, in the order given; the first of several is captured a
-        second time after the next ones. The instruction is captured, and counted, too. What is stored already is
-        skipped, so after Ctrl-C call it again. Documents that `remove` or `sync` had removed are stored again.
-        ConfigError for an engine whose instruction is private.
+        `ref_doc_id` of a node) are captured after one another, in the order given, a single one after a fixed passage;
+        the first of several is captured a second time after the next ones. The instruction is captured, and counted,
+        too. What is stored already is skipped, so after Ctrl-C call it again. Documents that `remove` or `sync` had
+        removed are stored again. ConfigError for an engine whose instruction is private.
 
         Args:
             documents: texts, chunks, LangChain's or Haystack's documents, or LlamaIndex's nodes, as a retriever returns
@@ -416,7 +416,7 @@ class AnswerEngine(ABC):
     def capture(self, prompt: Prompt, captures: Sequence[int], *, primed: bool) -> None:
         """Compute a prompt without a question, capture segments (one index or more, ascending), wait for the store.
 
-        Stored ones are captured again; what the store does not take is logged. `primed`: after their neighbours.
+        Stored ones are captured again; what the store refuses is logged. `primed`: mark as captured after neighbours.
         """
         self._home.require()
         self.capabilities.require(Capability.CAPTURE)
@@ -429,9 +429,9 @@ class AnswerEngine(ABC):
         """Return the stored variants of segments for this model, shared ones and those private to `session`.
 
         `namespace` "" is the engine's own. Nothing is loaded. Every segment's id is a key of `variants`. A remote is
-        asked for segments with too few variants here, within its time limit. Rows that do not fit are left out and
-        removed in the background. If the catalog of the store cannot be read, a warning is logged and nothing is found.
-        UnsupportedCallError: the chunk-caches are a server's.
+        asked for segments with too few variants here, within its time limit. Rows that cannot belong to the model or a
+        segment are left out and removed in the background. If the catalog of the store cannot be read, a warning is
+        logged and nothing is found. UnsupportedCallError: the chunk-caches are a server's.
         """
         self.capabilities.require(Capability.LOOK_UP)
         segments = listed("segments", segments)
