@@ -364,8 +364,8 @@ class AnswerEngine(ABC):
         """Remove the chunk-caches of documents that leave a database of yours, and of all chunks captured after them.
 
         Call it before the database deletes or replaces them; `documents` as in `prime`, maybe none. Those of every
-        model and session of this tenant leave, and no process stores any of them again until `prime`, `readmit` or
-        `sync` is given the document. Returns the number of those removed, and their bytes on disk.
+        model and session of this tenant leave, on a remote in the background, and no process stores any of them again
+        until `prime`, `readmit` or `sync` is given the document. Returns their number, and their bytes on disk.
         """
         chunk_ids = tuple(dict.fromkeys(chunk.chunk_id for chunk in chunks_of(documents)))
         if isinstance(self.store, ChunkCacheStore):
@@ -428,10 +428,10 @@ class AnswerEngine(ABC):
     ) -> LookupResult:
         """Return the stored variants of segments for this model, shared ones and those private to `session`.
 
-        `namespace` "" is the engine's own. Nothing is loaded. Every segment's id is a key of `variants`. A remote is
-        asked for segments with too few variants here, within its time limit. Rows that cannot belong to the model or a
-        segment are left out and removed in the background. If the catalog of the store cannot be read, a warning is
-        logged and nothing is found. UnsupportedCallError: the chunk-caches are a server's.
+        `namespace` "" is the engine's own. Nothing is loaded; the store counts the look-up. Every segment's id is a key
+        of `variants`. A remote is asked for segments with too few variants here, within its time limit. Rows that
+        cannot belong to the model or a segment are left out and removed in the background. If the catalog of the store
+        cannot be read, a warning is logged and nothing is found. UnsupportedCallError: the chunk-caches are a server's.
         """
         self.capabilities.require(Capability.LOOK_UP)
         segments = listed("segments", segments)
@@ -459,8 +459,8 @@ class AnswerEngine(ABC):
     def held(self, documents: Iterable[object], *, session: str | None = None) -> list[HeldChunk]:
         """Return what is stored of each document, in order, also of those private to `session`.
 
-        Documents are as in `prime`. No model runs, and no remote is asked: a router sends a question where most of its
-        documents are held.
+        Documents are as in `prime`. No model runs, no remote is asked, and captures still to be written do not count: a
+        router sends a question where most of its documents are held.
         """
         assert isinstance(self.store, ChunkCacheStore), "engines over HTTP ask the server"
         ids = [chunk.chunk_id for chunk in chunks_of(documents)]
