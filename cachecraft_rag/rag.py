@@ -369,8 +369,8 @@ class CacheCraft(Retriever, Closeable):
                 report.
             reader: reads files in place of the built-in readers: a function of a path that returns a text, or a list of
                 texts or of LangChain's or LlamaIndex's documents, or None for the built-in reader; or a reader of
-                either framework. As a mapping, readers by suffix, such as `{".odt": read_odt}`. It runs in this
-                process, on this thread, and no limit of time or memory holds for it.
+                either framework. As a mapping, readers by suffix in any case, such as `{".odt": read_odt}`. It runs in
+                this process, on this thread, and no limit of time or memory holds for it.
             splitter: splits texts in place of the built-in splitter: a function of a text that returns a list, or a
                 text splitter or node parser of either framework. It runs as the reader does. A chunk that is longer
                 than the embedding model reads is split further, and that is a problem in the report.
