@@ -78,7 +78,7 @@ class ScoredAnswer:
 
     text     the greedy answer; "" if the model ended it at once
     tokens   its tokens, with the token that ended it, if there is one
-    logits   float32 `[target, vocabulary]`: row i predicts token i of the target
+    logits   float32 `[target, vocabulary]` on the model's device: row i predicts token i of the target, or of `tokens`
     stats    statistics of the answer
     """
 
