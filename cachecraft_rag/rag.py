@@ -57,9 +57,10 @@ logger = logging.getLogger("cachecraft_rag.rag")
 
 
 class AnswerStream(Iterator[str]):
-    """An answer as an iterator of text pieces. `sources` is complete from the start, `text` and `stats` at the end.
+    """An answer as an iterator of text pieces; `text` and `stats` are complete at the end.
 
-    The model runs while pieces are read, so its errors are raised by pieces.
+    The model runs while pieces are read, so its errors are raised by pieces. `sources`, the retrieved chunks, best
+    first, are complete from the start, also those that did not fit the prompt.
     """
 
     def __init__(
@@ -135,7 +136,7 @@ class Comparison:
         return full_s / reused_s if reused_s and full_s else math.nan
 
     def as_dict(self) -> dict[str, object]:
-        """Return plain values, for JSON: both answers, `is_same`, `agreement` and `speedup`, by these names."""
+        """Return plain values by name: `reused`, `full`, `is_same`, `agreement` and `speedup`, which may be NaN."""
         return {
             "reused": self.reused.as_dict(),
             "full": self.full.as_dict(),
@@ -368,8 +369,8 @@ class CacheCraft(Retriever, Closeable):
                 report.
             reader: reads files in place of the built-in readers: a function of a path that returns a text, or a list of
                 texts or of LangChain's or LlamaIndex's documents, or None for the built-in reader; or a reader of
-                either framework. As a mapping, readers by suffix, such as `{".odt": read_odt}`. It runs in this
-                process, on this thread, and no limit of time or memory holds for it.
+                either framework. As a mapping, readers by suffix in any case, such as `{".odt": read_odt}`. It runs in
+                this process, on this thread, and no limit of time or memory holds for it.
             splitter: splits texts in place of the built-in splitter: a function of a text that returns a list, or a
                 text splitter or node parser of either framework. It runs as the reader does. A chunk that is longer
                 than the embedding model reads is split further, and that is a problem in the report.

@@ -186,7 +186,7 @@ def _evict_removed(store: Path) -> None:
 
 
 def index_into(settings: Settings, folder: Path, *, follow_links: bool) -> IndexReport:
-    """Index a folder or file with the embedding model alone; of the answering model only the tokenizer is loaded.
+    """Index a folder or file with the embedding model; of the answering model only the tokenizer is loaded, if found.
 
     The index is made if it is missing, and closed at the end. Progress goes to stderr, and other libraries are quiet
     from then on (`quiet_libraries`). The first use of the model "demo" also converts or downloads its weights.

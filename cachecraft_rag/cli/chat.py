@@ -79,7 +79,7 @@ class Conversation:
     Args:
         rag: answers the questions.
         brief: end answers after their first sentence.
-        asking: options of every question, as `CacheCraft.stream` takes them.
+        asking: options of every question, as `CacheCraft.stream` takes them; history and session are its own.
     """
 
     def __init__(self, rag: CacheCraft, *, brief: bool, **asking: Unpack[AskOptions]) -> None:

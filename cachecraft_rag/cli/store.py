@@ -87,8 +87,8 @@ def ls(
     """List the variants of all namespaces, highest eviction score first: those are kept longest.
 
     Columns: the first letters of its id and of its chunk's id, the number of segments in its origin prefix, its tokens,
-    its CCI, the exact share of its origin prefix, f_r (how much it was used), its size, and its namespace. --json
-    prints every field in full. Exit code 2 if there is no store, or --chunk has fewer than 4 letters.
+    its CCI, the exact share of its origin prefix, f_r (how much it was used), its size in memory, and its namespace.
+    --json prints every field in full. Exit code 2 if there is no store, or --chunk has fewer than 4 letters.
     """
     # Raises StoreError and ConfigError; see `app.main` for exit codes.
     from cachecraft_rag.store import RowFilter

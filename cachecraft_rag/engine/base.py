@@ -83,7 +83,7 @@ class AnswerEngine(ABC):
         capabilities: calls that this kind of engine does not support.
         decoder: the model, or facts about it if it runs elsewhere.
         namespace: the tenant; chunk-caches never cross it.
-        store: its chunk-caches; those of a server can only be evicted, removed and readmitted from here.
+        store: its chunk-caches; those of a server can only be primed, evicted, removed and readmitted, by admin key.
         config: settings of reuse; a call may bring other settings.
         calibration: result of `cachecraft calibrate`, or None.
         min_prompt_tokens: value in place of a `ReuseConfig.min_prompt_tokens` of None.
@@ -120,7 +120,7 @@ class AnswerEngine(ABC):
     def for_tenant(self, namespace: str) -> Self:
         """Return this engine for another tenant: the same model, queue, counts and store, but other chunk-caches.
 
-        Closing it closes this engine. Attributes are copied: setting `calibration` later does not change the other.
+        Closing it closes this engine. Attributes are copied. UnsupportedCallError if the model is in a server.
         """
         check_text("namespace", namespace, empty=False)  # "" would be the engine's own in a request
         engine = copy.copy(self)
@@ -286,7 +286,7 @@ class AnswerEngine(ABC):
         return self._prepared(request, reuse)
 
     def for_prompt(self, config: ReuseConfig, prompt: Prompt) -> ReuseConfig:
-        """Return these settings, or a copy without reuse and captures for a prompt shorter than `min_prompt_tokens`."""
+        """Return these settings, or a copy without reuse and captures for a prompt below their `min_prompt_tokens`."""
         return config.for_prompt(prompt.bounds[-1], measured=self.min_prompt_tokens)
 
     def _prepared(self, request: Request, reuse: ReuseConfig) -> Request:
@@ -294,7 +294,7 @@ class AnswerEngine(ABC):
         return request
 
     def recogniser(self, session: str | None) -> Recognise | None:
-        """Return a function that finds captured texts, also those of `session`; None: this engine does not search."""
+        """Return a function that finds captured texts in token ids, also those of `session`; None: no search."""
         return None
 
     def calibration_for(self, config: ReuseConfig) -> Calibration | None:
@@ -316,7 +316,7 @@ class AnswerEngine(ABC):
     # -- chunk-caches -------------------------------------------------------------------------------------------------
 
     def primer(self, *, related: Related | None = None) -> DocumentPrimer:
-        """Return a primer of at most 2,048 tokens a pass; for `related` see `Primer`."""
+        """Return a primer of at most 2,048 tokens a pass; `related` finds chunks similar to a document's only chunk."""
         return Primer(self, related=related)
 
     def prime(
@@ -329,11 +329,11 @@ class AnswerEngine(ABC):
     ) -> int:
         """Capture documents of a database of yours before the first question; return how many chunk-caches were stored.
 
-        Each is one chunk. Those with the same source (`source` in the metadata; the `ref_doc_id` of a node) are
-        captured after one another, in the order given; the first of several is captured a second time after the next
-        ones. The instruction is captured, and counted, too. What is stored already is skipped, so after Ctrl-C call it
-        again. Documents that `remove` or `sync` had removed are stored again. ConfigError for an engine whose
-        instruction is private.
+        Each is one chunk. Those with the same source (in the metadata `source`, else `source_id` or `file_path`; the
+        `ref_doc_id` of a node) are captured after one another, in the order given, a single one after a fixed passage;
+        the first of several is captured a second time after the next ones. The instruction is captured, and counted,
+        too. What is stored already is skipped, so after Ctrl-C call it again. Documents that `remove` or `sync` had
+        removed are stored again. ConfigError for an engine whose instruction is private.
 
         Args:
             documents: texts, chunks, LangChain's or Haystack's documents, or LlamaIndex's nodes, as a retriever returns
@@ -364,8 +364,8 @@ class AnswerEngine(ABC):
         """Remove the chunk-caches of documents that leave a database of yours, and of all chunks captured after them.
 
         Call it before the database deletes or replaces them; `documents` as in `prime`, maybe none. Those of every
-        model and session of this tenant leave, and no process stores any of them again until `prime`, `readmit` or
-        `sync` is given the document. Returns the number of those removed, and their bytes on disk.
+        model and session of this tenant leave, on a remote in the background, and no process stores any of them again
+        until `prime`, `readmit` or `sync` is given the document. Returns their number, and their bytes on disk.
         """
         chunk_ids = tuple(dict.fromkeys(chunk.chunk_id for chunk in chunks_of(documents)))
         if isinstance(self.store, ChunkCacheStore):
@@ -416,7 +416,7 @@ class AnswerEngine(ABC):
     def capture(self, prompt: Prompt, captures: Sequence[int], *, primed: bool) -> None:
         """Compute a prompt without a question, capture segments (one index or more, ascending), wait for the store.
 
-        Stored ones are captured again; what the store does not take is logged. `primed`: after their neighbours.
+        Stored ones are captured again; what the store refuses is logged. `primed`: mark as captured after neighbours.
         """
         self._home.require()
         self.capabilities.require(Capability.CAPTURE)
@@ -428,10 +428,10 @@ class AnswerEngine(ABC):
     ) -> LookupResult:
         """Return the stored variants of segments for this model, shared ones and those private to `session`.
 
-        `namespace` "" is the engine's own. Nothing is loaded. Every segment's id is a key of `variants`. A remote is
-        asked for segments with too few variants here, within its time limit. Rows that do not fit are left out and
-        removed in the background. If the catalog of the store cannot be read, a warning is logged and nothing is found.
-        UnsupportedCallError: the chunk-caches are a server's.
+        `namespace` "" is the engine's own. Nothing is loaded; the store counts the look-up. Every segment's id is a key
+        of `variants`. A remote is asked for segments with too few variants here, within its time limit. Rows that
+        cannot belong to the model or a segment are left out and removed in the background. If the catalog of the store
+        cannot be read, a warning is logged and nothing is found. UnsupportedCallError: the chunk-caches are a server's.
         """
         self.capabilities.require(Capability.LOOK_UP)
         segments = listed("segments", segments)
@@ -459,20 +459,17 @@ class AnswerEngine(ABC):
     def held(self, documents: Iterable[object], *, session: str | None = None) -> list[HeldChunk]:
         """Return what is stored of each document, in order, also of those private to `session`.
 
-        Documents are as in `prime`. No model runs, and no remote is asked: a router sends a question where most of its
-        documents are held.
+        Documents are as in `prime`. No model runs, no remote is asked, and captures still to be written do not count: a
+        router sends a question where most of its documents are held.
         """
         assert isinstance(self.store, ChunkCacheStore), "engines over HTTP ask the server"
         ids = [chunk.chunk_id for chunk in chunks_of(documents)]
         return self.store.held(self.namespace, self.decoder.fingerprint, ids, session=session)
 
     def disk_space(self) -> DiskSpace:
-        """Return the bytes that the store's files use, their limit, the free bytes of the disk, and the store's codec.
-
-        A remote is asked for its sizes too, which takes at most two seconds.
-        """
+        """Return the bytes that the store's files use, their limit, the free bytes of the disk, and the codec."""
         assert isinstance(self.store, ChunkCacheStore), "engines over HTTP ask the server"
-        stats = self.store.stats()
+        stats = self.store.stats(ask_remote=False)
         try:
             free = shutil.disk_usage(self.store.root).free
         except OSError as error:

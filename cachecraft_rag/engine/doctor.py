@@ -53,7 +53,7 @@ class Facts:
     model             name of the model, as the engine was opened with it
     dtype, device     number format of its chunk-caches, such as "bfloat16", and torch's name of its device
     threads           CPU threads that torch uses
-    cores             physical cores of this machine
+    cores             physical cores of this machine; with a model on a GPU its logical ones
     kernels           name of the CPU kernels in use (`kernels/cpu`); "torch" without them
     torch_because     why the kernels are torch's; "" if they are not
     fast_bfloat16     whether this CPU computes bfloat16 faster than float32

@@ -78,7 +78,7 @@ class ScoredAnswer:
 
     text     the greedy answer; "" if the model ended it at once
     tokens   its tokens, with the token that ended it, if there is one
-    logits   float32 `[target, vocabulary]`: row i predicts token i of the target
+    logits   float32 `[target, vocabulary]` on the model's device: row i predicts token i of the target, or of `tokens`
     stats    statistics of the answer
     """
 
@@ -350,7 +350,7 @@ class Engine(AnswerEngine):
         )
 
     def audit_of(self, request_id: str) -> Audit | None:
-        """Return the audit of this tenant's answer; None: not audited, not yet (`settle`), or not of the last 1,024."""
+        """Return the audit of this tenant's answer; None: not audited, not yet, or not of the engine's last 1,024."""
         return self.auditor.results.get(request_id, self.namespace)
 
     @property
@@ -363,8 +363,8 @@ class Engine(AnswerEngine):
 
         For programs that work in batches; after it, the same questions reuse as much as they can. Work in idle time
         waits for answers that are under way, so read or close them first. Returns True once all of it is done or
-        dropped, also on a remote; False after `timeout` seconds (None: never), with 0 perhaps although nothing is left
-        to do, because another thread answers.
+        dropped, also on a remote; False after `timeout` seconds (None: never). With 0 it may be False although nothing
+        is left to do, because the thread that runs the model has to say so.
         """
         self._home.require()
         check_number("timeout", timeout, most=MOST_SECONDS, optional=True)

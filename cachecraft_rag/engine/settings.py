@@ -352,7 +352,7 @@ class Settings:
         return Settings(kept, self.file, self.ignored)
 
     def engine_config(self, **options: object) -> EngineConfig:
-        """Return the engine's configuration, of the settings in `given` and of `options`, which override them.
+        """Return the engine's configuration: the settings in `given`, overridden by options as of `with_options`.
 
         Defaults of a command have no effect. The key file of a remote is read, and its keys are checked.
         """

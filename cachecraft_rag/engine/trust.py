@@ -43,6 +43,8 @@ def config_folder() -> Path:
 def needs_trust(key: str, value: object, folder: Path) -> str | None:
     """Return why a key of the settings file in `folder` needs trust; None if it always counts.
 
+    A `store` is an absolute path; it needs trust outside `folder`.
+
     >>> needs_trust("top_k", 3, Path("/docs")), needs_trust("remote.url", "s3://bucket", Path("/docs"))
     (None, 'sends chunk-caches away')
     """

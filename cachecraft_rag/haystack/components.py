@@ -79,7 +79,7 @@ class _OverEngine:
 
 @component
 class CacheCraftGenerator(_OverEngine):
-    """Answers a question from documents, best first, whose chunk-caches are reused.
+    """Answers a question from documents, best first, whose chunk-caches are reused. Close it at the end.
 
     Args:
         model, store, engine_options, engine: as of `CacheCraftPrimer`.
@@ -103,7 +103,7 @@ class CacheCraftGenerator(_OverEngine):
         sampling_from(self._sampling)
 
     def to_dict(self) -> dict[str, Any]:
-        """Same as for `CacheCraftPrimer`, with `generation_kwargs`."""
+        """Return the settings, as Haystack's `default_to_dict` does. Raises ConfigError if an engine was passed in."""
         data = _OverEngine.to_dict(self)
         data["init_parameters"]["generation_kwargs"] = self._sampling
         return data
@@ -119,6 +119,8 @@ class CacheCraftGenerator(_OverEngine):
 @component
 class CacheCraftPrimer(_OverEngine):
     """Captures documents before the first question, and passes them on. Put it before a DocumentWriter.
+
+    `warm_up` or the first run loads the model; `close` it at the end, or use a `with` block.
 
     Args:
         model: Hugging Face name or folder, or "demo".

@@ -151,7 +151,7 @@ class CacheCraftChatEngine(BaseChatEngine, Closeable):
 
     @property
     def chat_history(self) -> list[ChatMessage]:
-        """All messages that the memory holds, oldest first, also those that no longer fit a prompt."""
+        """All messages of the memory, oldest first, also those that no longer fit a prompt; not to be changed."""
         return self.memory.get_all()
 
     def reset(self) -> None:

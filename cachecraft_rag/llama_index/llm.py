@@ -72,7 +72,8 @@ class CacheCraftLLM(FunctionCallingLLM):
 
     Statistics are in `raw` of a whole response and of a stream's last one: `raw["usage"]`, by which LlamaIndex counts
     tokens, and `raw["cachecraft"]`, `RequestStats.as_dict()`. Of a stock engine (`index.as_query_engine(llm=…)`) they
-    are in `response.metadata["cachecraft"]`, with those of the calls before the last in "earlier_calls".
+    are in `response.metadata["cachecraft"]`, with those of the calls before the last in "earlier_calls". A stream that
+    is left early ends its answer when Python frees it, without `raw`.
 
     Args:
         engine: you close it yourself.

@@ -62,7 +62,7 @@ class Sources:
         return {"documents": list(self.texts), "document_ids": list(self.noted_ids)}
 
     def note_outcomes(self, statistics: Mapping[str, Any]) -> None:
-        """Put outcome and reason of each passage, of `RequestStats.as_dict()`, into its node's metadata; "" without."""
+        """Put each passage's outcome and reason, of `RequestStats.as_dict()`, into its node, or "" if it has none."""
         if not self._with_outcomes:
             return
         outcomes = {chunk["chunk_id"]: chunk for chunk in statistics.get("chunks", ())}

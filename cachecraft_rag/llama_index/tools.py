@@ -117,7 +117,7 @@ def choice_of(choice: str | dict[str, Any] | None, tools: Sequence[Tool]) -> str
 
 
 class CallingAnswer:
-    """Makes chat responses of an answer's completions; the last one has the calls of tools as blocks.
+    """Makes chat responses of one answer's completions; the last one has the calls of tools as blocks.
 
     Args:
         form: the form in which the model writes calls.

@@ -93,7 +93,7 @@ def adapter_fingerprint(model: str, folder: Path) -> str | None:
 
 
 def checkpoint_config(folder: Path) -> dict[str, object]:
-    """Return the config.json in `folder` without names, versions and dtype; errors as in `checkpoint_fingerprint`."""
+    """Return `folder`'s config.json without names, versions and dtype; OSError without it, ValueError if damaged."""
     return _without(_json_object(folder / "config.json"), _VOLATILE)
 
 

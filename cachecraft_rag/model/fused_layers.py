@@ -271,9 +271,9 @@ def fused_layers(
 ) -> list[CompiledLayer | GPULayer] | None:
     """Return the fused layers of a model, in order, each tried on three rows of noise.
 
-    Returns None if a layer's class or activation is not known, it uses attention sinks or has hooks, the kernels do not
-    support the dtype, or a fused layer's output differs from that of the model's own by more than rounding. The model
-    is not changed.
+    Returns None if a layer's class or activation is not known, it uses attention sinks or has hooks, the kernels are
+    missing or do not support the dtype, or a fused layer's output differs from that of the model's own by more than
+    rounding. The model is not changed.
 
     Args:
         hidden_size: width of the hidden states.

@@ -195,7 +195,7 @@ def result_message(name: str, text: str, number: int) -> dict[str, object]:
 
 
 class CallReader:
-    """Separates an answer's text from its calls while it arrives.
+    """Separates one answer's text from its calls while it arrives.
 
     Args:
         form: the form in which the model writes calls.

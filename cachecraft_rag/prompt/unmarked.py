@@ -163,7 +163,7 @@ def recognise_captured(
 def session_of(prompt: Prompt, session: str | None) -> str | None:
     """Return the session of a request: `session`, or without one a session named by the prompt's prefix.
 
-    The prefix ends with the last found segment; without found segments there is no session.
+    The prefix ends with the last found segment. None without `session` and without found segments.
     """
     if session is not None or not any(segment.found for segment in prompt.segments):
         return session
@@ -197,8 +197,8 @@ def candidates_of(
         scope: namespace and fingerprint; parts of the names, besides the session.
         stand_in: passages are captured after this fixed passage.
         shared: instruction for captures that all users may reuse, if the prompt's own instruction is private.
-        each_prefix: in a session, name the prefix up to each found segment, because no whole prompt of a
-            conversation is sent twice.
+        each_prefix: in a session, add one for the prefix up to each found segment that is not exact, because no whole
+            prompt of a conversation is sent twice.
     """
     system, *_ = prompt.segments
     segments = tuple(replace(segment, found=False) for segment in prompt.segments)

@@ -54,7 +54,7 @@ class Segment:
 
     @property
     def is_captured(self) -> bool:
-        """True if a prompt that computes this segment captures it: not for questions, nor found passages."""
+        """True if a prompt that computes this segment may capture it: not for questions, nor found passages."""
         return self.kind != "question" and not self.found
 
 

@@ -33,6 +33,7 @@ from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.store.catalog_records import RowFilter
 from cachecraft_rag.store.layout import StoredVariant
+from cachecraft_rag.store.remote.tier import RemoteTier
 from cachecraft_rag.types.documents import Chunk
 from cachecraft_rag.types.store_reasons import CaptureDrop
 from cachecraft_rag.types.variants import LoadedVariant
@@ -749,6 +750,19 @@ def test_the_space_of_a_deleted_folder_is_a_store_error(
     shutil.rmtree(store.root)
     with pytest.raises(StoreError, match="out of reach"):
         engine.disk_space()
+
+
+def test_the_space_on_the_disk_asks_no_remote(
+    decoder: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+    monkeypatch.setattr(RemoteTier, "stats", lambda _, *, ask=True: asked.append(ask))
+    with (
+        ChunkCacheStore.open(tmp_path, remote="memory://") as store,
+        Engine(decoder, store, config=CONFIG) as engine,
+    ):
+        assert engine.disk_space().budget > 0
+    assert asked == [False]
 
 
 def test_a_question_after_the_store_was_closed_is_a_store_error(

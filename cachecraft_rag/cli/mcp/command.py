@@ -48,8 +48,8 @@ def mcp(*, settings: Settings, chosen: McpOptions) -> None:
 
     Tools: search, ask, and with --allow also index. Everything but the protocol is written to stderr. It ends when the
     client closes stdin, or at Ctrl-C. Exit code 2 if the extra `mcp` is not installed, a setting, an allowed folder or
-    the address cannot be used, or no document is indexed and --allow is missing. A model that cannot be loaded does not
-    end the server: each tool answers with the error.
+    the address cannot be used, or there is no index and --allow is missing. A model that cannot be loaded does not end
+    the server: each tool answers with the error.
     """
     # Raises ConfigError, IndexStoreError, and the errors of `load_while_serving`; see `app.main` for exit codes.
     with from_extra("mcp", "An MCP server"):
