@@ -242,7 +242,7 @@ class VLLMBackend:
     # -- the shortest prompt that is reused ---------------------------------------------------------------------------
 
     def measured_min_prompt_tokens(self) -> int:
-        """Return `ReuseTiming.min_prompt_tokens`, timed for 5 s or more; 0 without a GPU."""
+        """Return from how many tokens on reuse pays (`ReuseTiming.min_prompt_tokens`), timed now; 0 without a GPU."""
         from vllm.platforms import current_platform
 
         return self._timing().min_prompt_tokens() if current_platform.is_cuda_alike() else 0
@@ -301,8 +301,8 @@ class VLLMBackend:
     def note_fixed(self, request: Request, report: FillReport | None) -> None:
         """Note the chunks of an answer that were reused and fixed: they are captured while the engine is idle.
 
-        The tokens of its prompt are added to the budget for that, even if there are no such chunks. Does nothing if new
-        variants are "off".
+        `NewVariants.share` of its prompt's tokens is added to the budget for that, even if there are no such chunks.
+        Does nothing if new variants are "off".
 
         Args:
             request: the request that was answered.
@@ -483,7 +483,7 @@ class VLLMBackend:
         return {"prompt_token_ids": ask.prompt.token_ids, FIELD: ask.message(self._key)}
 
     def tenant_of(self, namespace: str) -> str:
-        """Return `namespace`, or "" if it is the server's own, as in an `Ask`: its blocks then keep their salts."""
+        """Return the tenant for an `Ask` or `salt_of`: `namespace`, or "" if it is the server's own."""
         return "" if namespace == self._namespace else namespace
 
     def _prompt(self, ask: Ask) -> dict[str, object]:

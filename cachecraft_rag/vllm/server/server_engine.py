@@ -157,11 +157,11 @@ class ServerEngine(AnswerEngine):
         return self._backend.audits.results.chosen_ratio(asked)
 
     def predicted_answer(self, request: Request) -> PredictedAnswer | None:
-        """Return an empty object for the predictions of an answer that chance chooses for an audit; else None."""
+        """Return an empty object for the predictions of an answer to be audited (`AuditWork.recorder`), or None."""
         return self._backend.audits.recorder(request)
 
     def audit_of(self, request_id: str) -> Audit | None:
-        """Return the audit of an answer of this tenant; None: not audited, not yet, or not of the last 1,024."""
+        """Return the audit of this tenant's answer with vLLM's id; None: none, not yet, or not of the last 1,024."""
         return self._backend.audits.results.get(request_id, self.namespace)
 
     def ended(self, record: RequestRecord) -> None:

@@ -403,7 +403,7 @@ class PlainPrompts:
             return None
 
     def note(self, notes: Notes) -> None:
-        """Count a prompt's texts as seen in the store, and let those that were seen before be captured in idle time.
+        """Count a prompt's texts as seen in the store, and have those that were seen before captured (`IdleVariants`).
 
         To be called after the answer, with `Prepared.notes`. A thread does the work, and failures are only logged.
         """
