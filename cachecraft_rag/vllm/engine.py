@@ -148,10 +148,10 @@ class VLLMBackend:
         """Run the `self_check` and remove its captures; set `layer_by_layer`.
 
         It compares what vLLM's own prefill, our passes, and reuse predict. Where sliding windows are longer than its
-        prompt, a second check crosses them. If the context is too short for a check, the store keeps no captures, or
-        vLLM computes the second prompt without chunk-caches, a warning is logged: reuse is then unchecked. Raises
-        UnsupportedModelError if reuse is not exact on this model, or vLLM computes the first prompt without
-        chunk-caches; ConfigError if vLLM's `max_logprobs` is 0.
+        prompt, a second check crosses them. If the context is too short for a check, windows are too long for it, the
+        store keeps no captures, or vLLM computes the second prompt without chunk-caches, a warning is logged: reuse is
+        then unchecked. Raises UnsupportedModelError if reuse is not exact on this model, or vLLM computes the first
+        prompt without chunk-caches; ConfigError if vLLM's `max_logprobs` is 0.
         """
         context = self._model.context_length
         prompt = self._check_prompt()

@@ -269,7 +269,7 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
         """Do nothing: captures are stored in the background."""
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Return (None, ids of requests that are filled, left to vLLM or given up, each once), or (None, None)."""
+        """Return (None, ids of requests filled, left to vLLM, ended or given up, each once), or (None, None)."""
         return None, self._workers.finished() or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:

@@ -309,7 +309,7 @@ class Scheduling:
         ]
 
     def take_fills(self) -> list[Fill]:
-        """Return the fills that the workers begin in this step, in order; each is returned once, and [] without any."""
+        """Return the fills that the workers begin in this step, in the order of `allocated`, each once; [] without."""
         fills = self._fills
         self._fills = []
         return fills
