@@ -130,7 +130,7 @@ class ConnectorSettings:
 
     @classmethod
     def of(cls, vllm_config: VLLMConfig) -> ConnectorSettings:
-        """Return the settings in the config of a running vLLM; if `vllm serve` started it, those of the environment.
+        """Return the settings in the config of a running vLLM; if `vllm serve` started it, those of `load_settings`.
 
         Then the model's files are read too, and `endpoint` is that of the connector's extra config. Raises ConfigError
         unless this package's connector runs alone or as the first of `MultiConnector`, or then without a key.

@@ -172,8 +172,8 @@ class Scheduling:
         while other requests compute its chunks, without room for a further filling, and for work in idle time while
         other requests run (a capture of unmarked text waits ten seconds at most).
 
-        The first call begins the look-up, without a remote in this thread; if that fails, nothing counts as stored. The
-        request counts as running until `finished`, unless it is work in idle time.
+        The first call looks the chunks up, in another thread if the store has a remote; if that fails, nothing counts
+        as stored. The request counts as running until `finished`, unless it is work in idle time.
 
         Args:
             request: the request.
