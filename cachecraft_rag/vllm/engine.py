@@ -666,7 +666,7 @@ class VLLMEngine(AnswerEngine):
         return self._backend.settle(timeout)
 
     def audit_of(self, request_id: str) -> Audit | None:
-        """Return the audit of this tenant's answer; None: none, not yet (`settle` waits), or not of the last 1,024."""
+        """Return the audit of the tenant's answer; None: unaudited, not yet (see `settle`), not of the last 1,024."""
         return self._backend.audits.results.get(request_id, self.namespace)
 
     def _prepared(self, request: Request, reuse: ReuseConfig) -> Request:

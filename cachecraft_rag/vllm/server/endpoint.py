@@ -538,7 +538,7 @@ async def _answer(
 
 
 async def facts(raw_request: Request) -> dict[str, object]:
-    """Return facts that a client needs about model and settings, as JSON values by name: `ServerEngine.facts`."""
+    """Return facts that a client needs, the same for all tenants, as JSON values by name: `ServerEngine.facts`."""
     return _endpoint(raw_request).engine.facts()
 
 

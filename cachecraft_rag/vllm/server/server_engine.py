@@ -161,7 +161,7 @@ class ServerEngine(AnswerEngine):
         return self._backend.audits.recorder(request)
 
     def audit_of(self, request_id: str) -> Audit | None:
-        """Return the audit of this tenant's answer with vLLM's id; None: none, not yet, or not of the last 1,024."""
+        """Return the audit of this tenant's answer by vLLM's id; None: unaudited, not yet, or not of the last 1,024."""
         return self._backend.audits.results.get(request_id, self.namespace)
 
     def ended(self, record: RequestRecord) -> None:

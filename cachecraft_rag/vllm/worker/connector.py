@@ -182,7 +182,7 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
     def update_state_after_alloc(
         self, request: EngineRequest, blocks: RequestBlocks, num_external_tokens: int
     ) -> None:
-        """Note the blocks of a request, and how many of its tokens are to be filled; 0 notes nothing: vLLM computes."""
+        """Note that a request has its blocks, and how many of its tokens are to be filled; 0: vLLM computes them."""
         # Not caught: the request already waits for its blocks, and would wait forever.
         self._scheduling.allocated(request, tuple(blocks.get_block_ids()[0]), num_external_tokens)
 

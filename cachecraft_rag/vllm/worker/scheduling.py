@@ -244,12 +244,12 @@ class Scheduling:
         return int(request.num_prompt_tokens) - ask.own_tokens - computed
 
     def allocated(self, request: EngineRequest, blocks: tuple[int, ...], tokens: int) -> None:
-        """Note the blocks that vLLM has given the request: `take_fills` returns its filling next.
+        """Note that vLLM has given a request its blocks, see `take_given_up`: `take_fills` returns its filling next.
 
         Args:
             request: the request.
             blocks: ids of all blocks of the request.
-            tokens: number of tokens to be filled, as `matched` returned; 0 if vLLM computes the prompt: notes nothing.
+            tokens: number of tokens to be filled, as `matched` returned; 0 if vLLM computes the prompt: no filling.
         """
         self._short.discard(request.request_id)
         known = self._known.get(request.request_id)
