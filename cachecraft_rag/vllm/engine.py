@@ -283,7 +283,7 @@ class VLLMBackend:
             prompt: system segment and chunks, without a question; segments after the last capture are left out.
             captures: indices of segments, ascending; at least one.
             primed: True if this is priming, and the chunks are captured after their neighbours in the document.
-            namespace: tenant of the captures; "": the server's own.
+            namespace: tenant of the captures, which all its sessions share; "": the server's own.
         """
         config = replace(self._reuse, reuse=False, capture=True)
         ask = Ask(

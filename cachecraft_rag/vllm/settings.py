@@ -125,7 +125,7 @@ class ConnectorSettings:
 
     @property
     def namespace(self) -> str:
-        """The server's own namespace, that of `config`; tenants in a request's header have others."""
+        """The server's own namespace, that of `config`; a tenant in a request's header names another one, or this."""
         return self.config.namespace
 
     @classmethod

@@ -125,8 +125,8 @@ class ServerEngine(AnswerEngine):
         """Return a request with its prompt, and the message about it to vLLM's scheduler, named by the request's id.
 
         The settings of both are those that were asked for, or the server's, with the recompute ratio of a quality
-        target or the calibrated α. They reuse and capture nothing if the prompt is shorter than `min_prompt_tokens`, or
-        begins with private text and `session` is None. Chunks that do not fit the context are left out by rank.
+        target or the calibrated α. They reuse and capture nothing if the prompt is too short (`for_prompt`), or begins
+        with private text and `session` is None. Chunks that do not fit the context are left out by rank.
         """
         started = time.perf_counter()
         check_asked(asked.question, asked.history, session=session, config=asked.config)
