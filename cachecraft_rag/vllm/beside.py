@@ -32,7 +32,7 @@ _DIVIDED = (
 def connectors_in(given: Any) -> list[Connector]:
     """Return the connectors in the operator's `KVTransferConfig`: it alone, or those in `MultiConnector`'s list.
 
-    Each is field name → value; of one alone, the fields that differ from vLLM's defaults. None gives [].
+    Each is field name → value; of one alone, those but `engine_id` that differ from vLLM's defaults. None gives [].
     """
     if given is None:
         return []

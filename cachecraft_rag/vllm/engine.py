@@ -148,10 +148,10 @@ class VLLMBackend:
         """Run the `self_check` and remove its captures; set `layer_by_layer`.
 
         It compares what vLLM's own prefill, our passes, and reuse predict. Where sliding windows are longer than its
-        prompt, a second check crosses them. If the context is too short for a check, the store keeps no captures, or
-        vLLM computes the second prompt without chunk-caches, a warning is logged: reuse is then unchecked. Raises
-        UnsupportedModelError if reuse is not exact on this model, or vLLM computes the first prompt without
-        chunk-caches; ConfigError if vLLM's `max_logprobs` is 0.
+        prompt, a second check crosses them. If the context is too short for a check, windows are too long for it, the
+        store keeps no captures, or vLLM computes the second prompt without chunk-caches, a warning is logged: reuse is
+        then unchecked. Raises UnsupportedModelError if reuse is not exact on this model, or vLLM computes the first
+        prompt without chunk-caches; ConfigError if vLLM's `max_logprobs` is 0.
         """
         context = self._model.context_length
         prompt = self._check_prompt()
@@ -242,7 +242,7 @@ class VLLMBackend:
     # -- the shortest prompt that is reused ---------------------------------------------------------------------------
 
     def measured_min_prompt_tokens(self) -> int:
-        """Return `ReuseTiming.min_prompt_tokens`, timed for 5 s or more; 0 without a GPU."""
+        """Return from how many tokens on reuse pays (`ReuseTiming.min_prompt_tokens`), timed now; 0 without a GPU."""
         from vllm.platforms import current_platform
 
         return self._timing().min_prompt_tokens() if current_platform.is_cuda_alike() else 0
@@ -283,7 +283,7 @@ class VLLMBackend:
             prompt: system segment and chunks, without a question; segments after the last capture are left out.
             captures: indices of segments, ascending; at least one.
             primed: True if this is priming, and the chunks are captured after their neighbours in the document.
-            namespace: tenant of the captures; "": the server's own.
+            namespace: tenant of the captures, which all its sessions share; "": the server's own.
         """
         config = replace(self._reuse, reuse=False, capture=True)
         ask = Ask(
@@ -301,8 +301,8 @@ class VLLMBackend:
     def note_fixed(self, request: Request, report: FillReport | None) -> None:
         """Note the chunks of an answer that were reused and fixed: they are captured while the engine is idle.
 
-        The tokens of its prompt are added to the budget for that, even if there are no such chunks. Does nothing if new
-        variants are "off".
+        `NewVariants.share` of its prompt's tokens is added to the budget for that, even if there are no such chunks.
+        Does nothing if new variants are "off".
 
         Args:
             request: the request that was answered.
@@ -483,7 +483,7 @@ class VLLMBackend:
         return {"prompt_token_ids": ask.prompt.token_ids, FIELD: ask.message(self._key)}
 
     def tenant_of(self, namespace: str) -> str:
-        """Return `namespace`, or "" if it is the server's own, as in an `Ask`: its blocks then keep their salts."""
+        """Return the tenant for an `Ask` or `salt_of`: `namespace`, or "" if it is the server's own."""
         return "" if namespace == self._namespace else namespace
 
     def _prompt(self, ask: Ask) -> dict[str, object]:
@@ -666,7 +666,7 @@ class VLLMEngine(AnswerEngine):
         return self._backend.settle(timeout)
 
     def audit_of(self, request_id: str) -> Audit | None:
-        """Return the audit of an answer; None: not audited, not yet (`settle` waits), or not of the last 1,024."""
+        """Return the audit of the tenant's answer; None: unaudited, not yet (see `settle`), not of the last 1,024."""
         return self._backend.audits.results.get(request_id, self.namespace)
 
     def _prepared(self, request: Request, reuse: ReuseConfig) -> Request:

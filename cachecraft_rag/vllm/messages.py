@@ -308,7 +308,7 @@ class StepResult:
     capturing: frozenset[str] | None = None
 
     def joined(self, other: StepResult) -> StepResult:
-        """Return both ranks' results: of two reports of a request this rank's; `capturing` is the union of both."""
+        """Return joint results: of two reports of a request this rank's, of `capturing` the union (None: none)."""
         capturing = (
             self.capturing
             if other.capturing is None

@@ -132,7 +132,7 @@ class ServerStatistics(StatLoggerBase):
     ) -> None:
         """Take our counts out of the statistics of a step, correct vLLM's, and call `on_report` for each report.
 
-        The counts replace earlier ones of the same store in `latest`; vLLM's log gets those of all stores.
+        The counts replace earlier ones of the same store in `latest`; vLLM's log gets those of this engine's stores.
 
         Args:
             scheduler_stats: statistics of the step; they are changed. Without them nothing happens.

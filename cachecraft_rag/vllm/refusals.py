@@ -62,7 +62,7 @@ _OTHER_MODEL = (
 
 @dataclass(frozen=True)
 class Refusal:
-    """Reason why chunk-caches cannot be reused, and advice."""
+    """Reason why chunk-caches cannot be reused, a clause, and advice, a sentence; both without full stop."""
 
     reason: str
     advice: str

@@ -112,6 +112,7 @@ class ConnectorSettings:
     fill_at_once  most requests whose prompts are filled at the same time. Each has a separate buffer of
                   `2 · layers · kv_heads · head_dim` numbers per token, see `worker.fill_memory`
     least_rows    rows that may be computed for these requests in a step even if vLLM's own requests use all its tokens
+    endpoint      settings of requests over HTTP
     """
 
     store: str
@@ -124,15 +125,15 @@ class ConnectorSettings:
 
     @property
     def namespace(self) -> str:
-        """The server's own namespace, that of `config`; tenants in a request's header have others."""
+        """The server's own namespace, that of `config`; a tenant in a request's header names another one, or this."""
         return self.config.namespace
 
     @classmethod
     def of(cls, vllm_config: VLLMConfig) -> ConnectorSettings:
-        """Return the settings in the config of a running vLLM; if `vllm serve` started it, those of the environment.
+        """Return the settings in the config of a running vLLM; if `vllm serve` started it, those of `load_settings`.
 
         Then the model's files are read too, and `endpoint` is that of the connector's extra config. Raises ConfigError
-        without this package's connector, or then without a key.
+        unless this package's connector runs alone or as the first of `MultiConnector`, or then without a key.
         """
         extra = _own_config(vllm_config.kv_transfer_config)
         settings = extra.get(_KEY)

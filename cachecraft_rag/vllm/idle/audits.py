@@ -127,7 +127,7 @@ class IdleAudits(AuditWork[PredictedAnswer]):
         *,
         tokens: int | None = None,
     ) -> None:
-        """Have the first `tokens` tokens of an answer, by default all in `predicted`, audited; returns at once.
+        """Have the first `tokens` of an answer (None: all of `predicted`) audited by `answered`; returns at once.
 
         Does nothing without `predicted`, and if the report names no segments: vLLM computed the whole prompt itself.
         """

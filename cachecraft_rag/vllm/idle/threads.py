@@ -28,7 +28,7 @@ class ThreadRunner(Generic[Piece, Result]):
     _started: bool = False
 
     def wake(self, work: IdleWork[Piece, Result]) -> None:
-        """Start the threads once a piece of `work` may begin; later they notice more themselves. Returns at once."""
+        """Start the threads if a piece of `work` may begin; started ones notice more themselves. Returns at once."""
         if self._started or not work.busy:
             return
         self._started = True

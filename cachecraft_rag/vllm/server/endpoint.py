@@ -3,6 +3,9 @@
 A chat request with the field `documents` becomes a prompt of segments and is served by a copy of vLLM's own handler. A
 request without it is served by vLLM's own function, or searched (`unmarked`) if this server reuses plain prompts.
 Chunk-caches and statistics are those of the tenant and the session that the request's headers name.
+
+With vLLM's `--api-key`, all these routes need that key, else 401. `prime`, `evict` and `readmit` also need one of
+`EndpointSettings.admin_keys`, else 403; with None there they do not, with () they are closed.
 """
 
 from __future__ import annotations
@@ -275,7 +278,7 @@ class Endpoint:
             raise bad_request(error) from error
 
     def session(self, raw_request: Request) -> str | None:
-        """Return the session that a request's header names, or None. Raises HTTPException (400) for a wrong header."""
+        """Return the session in a request's `session_header`, or None. HTTPException (400) for a wrong header."""
         try:
             return self.engine.settings.session_in(raw_request.headers)
         except ConfigError as error:
@@ -535,7 +538,7 @@ async def _answer(
 
 
 async def facts(raw_request: Request) -> dict[str, object]:
-    """Return facts that a client needs about model and settings, as JSON values by name: `ServerEngine.facts`."""
+    """Return facts that a client needs, the same for all tenants, as JSON values by name: `ServerEngine.facts`."""
     return _endpoint(raw_request).engine.facts()
 
 
@@ -568,24 +571,23 @@ async def statistics(name: str, raw_request: Request) -> dict[str, object]:
 async def prime(raw_request: Request) -> dict[str, object]:
     """Prime the document in the body's "documents", see `administration.prime`; return {"captured": number stored}.
 
-    With "estimate" nothing is captured: returns "missing", variant id → tokens, and "disk". Raises HTTPException (403)
-    without the admin key that this server asks for; HTTPException (400) for an invalid or too large body, a chunk that
-    does not fit a pass, and a private instruction.
+    With "estimate" nothing is captured: returns "missing", variant id → tokens, and "disk". Raises HTTPException (400)
+    for an invalid or too large body, a chunk that does not fit a pass, and a private instruction.
     """
     return await _changed(raw_request, administration.prime)
 
 
 async def evict(raw_request: Request) -> dict[str, object]:
-    """Evict the chunks in "chunk_ids", see `administration.evict`; return the number of "variants" and their "nbytes".
+    """Evict the tenant's chunks in "chunk_ids", see `administration.evict`; return number of "variants" and "nbytes".
 
-    With "removed" they leave until `readmit`. Does not wait for captures that vLLM's processes have begun; those of
-    removed chunks are not stored. HTTPException (403) without the admin key, (400) for an invalid body.
+    With "removed" they leave until `readmit`. Those of all sessions leave, but captures that vLLM's processes have
+    begun are stored later, unless their chunks are removed. HTTPException (400) for an invalid body.
     """
     return await _changed(raw_request, administration.evict)
 
 
 async def readmit(raw_request: Request) -> dict[str, object]:
-    """Readmit the chunks in "chunk_ids"; return {"removed": all that stay removed}. Needs the admin key (else 403)."""
+    """Readmit the tenant's chunks in "chunk_ids"; return {"removed": ids of its chunks that stay removed, sorted}."""
     return await _changed(raw_request, administration.readmit)
 
 

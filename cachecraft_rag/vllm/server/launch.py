@@ -41,11 +41,11 @@ def serve(
     arguments: Sequence[str] = (),
     json_logs: bool = False,
 ) -> None:
-    """Serve a model until the process is stopped, then return.
+    """Serve a model until the process is stopped, then return. Only for the main thread, which gets the signals.
 
-    Environment variables of this process change: VLLM_PLUGINS gets the names of this package's plugins, and
-    PROMETHEUS_MULTIPROC_DIR is removed. VLLM_WORKER_MULTIPROC_METHOD becomes "spawn" unless it is set,
-    VLLM_LOGGING_CONFIG_PATH is set with `json_logs` unless it is set, and VLLM_LOG_STATS_INTERVAL with
+    Environment variables of this process change: VLLM_PLUGINS gets the names of this package's plugins, which set
+    CACHECRAFT_SEAL_KEY, and PROMETHEUS_MULTIPROC_DIR is removed. VLLM_WORKER_MULTIPROC_METHOD becomes "spawn" unless it
+    is set, VLLM_LOGGING_CONFIG_PATH is set with `json_logs` unless it is set, and VLLM_LOG_STATS_INTERVAL with
     `--disable-log-stats`. The settings are logged.
 
     Args:

@@ -125,8 +125,8 @@ class ServerEngine(AnswerEngine):
         """Return a request with its prompt, and the message about it to vLLM's scheduler, named by the request's id.
 
         The settings of both are those that were asked for, or the server's, with the recompute ratio of a quality
-        target or the calibrated α. They reuse and capture nothing if the prompt is shorter than `min_prompt_tokens`, or
-        begins with private text and `session` is None. Chunks that do not fit the context are left out by rank.
+        target or the calibrated α. They reuse and capture nothing if the prompt is too short (`for_prompt`), or begins
+        with private text and `session` is None. Chunks that do not fit the context are left out by rank.
         """
         started = time.perf_counter()
         check_asked(asked.question, asked.history, session=session, config=asked.config)
@@ -157,11 +157,11 @@ class ServerEngine(AnswerEngine):
         return self._backend.audits.results.chosen_ratio(asked)
 
     def predicted_answer(self, request: Request) -> PredictedAnswer | None:
-        """Return an empty object for the predictions of an answer that chance chooses for an audit; else None."""
+        """Return an empty object for the predictions of an answer to be audited (`AuditWork.recorder`), or None."""
         return self._backend.audits.recorder(request)
 
     def audit_of(self, request_id: str) -> Audit | None:
-        """Return the audit of an answer of this tenant; None: not audited, not yet, or not of the last 1,024."""
+        """Return the audit of this tenant's answer by vLLM's id; None: unaudited, not yet, or not of the last 1,024."""
         return self._backend.audits.results.get(request_id, self.namespace)
 
     def ended(self, record: RequestRecord) -> None:

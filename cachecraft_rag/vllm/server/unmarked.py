@@ -105,8 +105,8 @@ class Prepared:
     """A prompt with found segments, or with a remark.
 
     ask     request to fill it from chunk-caches; None: vLLM computes it
-    notes   returns `candidates_of`, the candidates to capture if their text was seen before; called after the answer
-            so as not to delay it
+    notes   returns `candidates_of`, the candidates to capture if their text was seen before, {} if the settings capture
+            nothing; called after the answer so as not to delay it
     unused  segment id → reason why its stored chunk-cache is not used, if vLLM computes the prompt
     remark  note to the client; "" if there is nothing to say
     """
@@ -403,7 +403,7 @@ class PlainPrompts:
             return None
 
     def note(self, notes: Notes) -> None:
-        """Count a prompt's texts as seen in the store, and let those that were seen before be captured in idle time.
+        """Count a prompt's texts as seen in the store, and have those that were seen before captured (`IdleVariants`).
 
         To be called after the answer, with `Prepared.notes`. A thread does the work, and failures are only logged.
         """
@@ -473,7 +473,7 @@ class SearchingClient:
         """Yield outputs as vLLM's client does; closing the generator aborts the request.
 
         Before the first output, the prompt is searched. If segments are found, the request is recorded, its last output
-        carries its statistics, and its texts count as seen once it has ended. If it is served from chunk-caches,
+        carries its statistics, and its `Prepared.notes` are noted once it has ended. If it is served from chunk-caches,
         `params.extra_args` gets the message about them. A prompt with images, sound or videos is recorded, and its last
         output says that vLLM computes it. It says so too for requests for several answers, for log-probabilities of the
         prompt, with a LoRA adapter, or below `min_prompt_tokens`, if their prompts are long enough to be searched.

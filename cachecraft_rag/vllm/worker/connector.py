@@ -182,7 +182,7 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
     def update_state_after_alloc(
         self, request: EngineRequest, blocks: RequestBlocks, num_external_tokens: int
     ) -> None:
-        """Note the blocks of a request, and how many of its tokens are to be filled; 0 notes nothing: vLLM computes."""
+        """Note that a request has its blocks, and how many of its tokens are to be filled; 0: vLLM computes them."""
         # Not caught: the request already waits for its blocks, and would wait forever.
         self._scheduling.allocated(request, tuple(blocks.get_block_ids()[0]), num_external_tokens)
 
@@ -269,7 +269,7 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
         """Do nothing: captures are stored in the background."""
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Return (None, ids of requests that are filled, left to vLLM or given up, each once), or (None, None)."""
+        """Return (None, ids of requests filled, left to vLLM, ended or given up, each once), or (None, None)."""
         return None, self._workers.finished() or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:

@@ -167,7 +167,7 @@ class FillBudget:
         """Return True if this filling can begin beside the others.
 
         True too without a limit, and while nothing is filled or captured: `refusal` tells whether it fits alone.
-        `capturing` are the segments whose captures are under way; those that no filling has announced take no room.
+        `capturing` are the segments whose captures are under way; those that `take` has not counted take no room.
         """
         room = self._memory.room()
         if room is None or not (self._filling or capturing):
@@ -251,7 +251,7 @@ def reserve(config: VLLMConfig, device: torch.device) -> list[Tensor]:
     """Return the memory of fillings in a list with one tensor; it is reserved as long as the list holds it.
 
     The tensor is uint8 `[bytes]`, as many as `FillMemory.total`, and not written. The list is empty on another device
-    than a CUDA GPU, and in a server that this package did not start. Raises ConfigError if the GPU has no room.
+    than a CUDA GPU, and in a server without this package's connector. Raises ConfigError if the GPU has no room.
     """
     if device.type != "cuda":
         return []

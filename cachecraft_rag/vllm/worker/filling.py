@@ -127,7 +127,7 @@ class Filling:
             self._send(not late)
 
     def begin_layer(self) -> None:
-        """Note that the layer runs now: the time since the last layer counts as spent waiting for loads."""
+        """Note that the layer runs now; the time since the last one counts only in `PendingLoads.waited_s`."""
         self._loads.waited_s += time.perf_counter() - self._idle_since
 
     def end_layer(self) -> None:

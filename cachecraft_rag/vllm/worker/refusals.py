@@ -51,8 +51,8 @@ def request_refusal(request: EngineRequest, *, is_audit: bool = False) -> str:
     """Return why vLLM computes this request without chunk-caches; "" if only its `Ask` can still be a reason.
 
     Refused are requests without text to generate, with embeddings, images, sound or videos, and for log-probabilities
-    of the prompt. Requests of this package are checked as well: those of the self-check, and answers to be audited, ask
-    for log-probabilities; only an audit's own pass (`is_audit`) is filled all the same.
+    of the prompt; those of the answer alone are no reason. Requests of this package are checked as well, but an audit's
+    own pass (`is_audit`) may ask for log-probabilities of its prompt, if it reads the prefix cache all the same.
 
     A new reason is a sentence here and under "Per request" in docs/reference/vllm.md. What it reads of vLLM's request
     is declared in `interfaces`, in `USES` of `benchmarks/vllm_contract.py`, and in the stand-ins of `request_of` in

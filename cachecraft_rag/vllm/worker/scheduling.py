@@ -172,8 +172,8 @@ class Scheduling:
         while other requests compute its chunks, without room for a further filling, and for work in idle time while
         other requests run (a capture of unmarked text waits ten seconds at most).
 
-        The first call begins the look-up, without a remote in this thread; if that fails, nothing counts as stored. The
-        request counts as running until `finished`, unless it is work in idle time.
+        The first call looks the chunks up, in another thread if the store has a remote; if that fails, nothing counts
+        as stored. The request counts as running until `finished`, unless it is work in idle time.
 
         Args:
             request: the request.
@@ -244,12 +244,12 @@ class Scheduling:
         return int(request.num_prompt_tokens) - ask.own_tokens - computed
 
     def allocated(self, request: EngineRequest, blocks: tuple[int, ...], tokens: int) -> None:
-        """Note the blocks that vLLM has given the request: `take_fills` returns its filling next.
+        """Note that vLLM has given a request its blocks, see `take_given_up`: `take_fills` returns its filling next.
 
         Args:
             request: the request.
             blocks: ids of all blocks of the request.
-            tokens: number of tokens to be filled, as `matched` returned; 0 if vLLM computes the prompt: notes nothing.
+            tokens: number of tokens to be filled, as `matched` returned; 0 if vLLM computes the prompt: no filling.
         """
         self._short.discard(request.request_id)
         known = self._known.get(request.request_id)
@@ -309,7 +309,7 @@ class Scheduling:
         ]
 
     def take_fills(self) -> list[Fill]:
-        """Return the fills that the workers begin in this step, in order; each is returned once, and [] without any."""
+        """Return the fills that the workers begin in this step, in the order of `allocated`, each once; [] without."""
         fills = self._fills
         self._fills = []
         return fills

@@ -85,7 +85,7 @@ class VLLMForward:
         self._run(ids, positions, attend, layers)
 
     def run_raw(self, ids: Tensor, layer_pass: LayerPass, layers: int) -> None:
-        """Run rows at position 0; each of the layers calls `layer_pass.attend` with raw queries and keys. See `run`."""
+        """Run rows at position 0; each layer calls `attend` with raw queries and keys. Ranks, errors: as in `run`."""
 
         def attend(index: int, states: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
             layer = self._layers[index]

@@ -304,7 +304,7 @@ class Workers:
         """Return the ids of requests that wait for nothing here any more; each is returned once.
 
         Their blocks are filled or left to vLLM, or the requests are gone. A request with `Ask.when_stored` is not among
-        them before its captures are stored.
+        them before its captures are stored, unless a step has failed.
         """
         done = self._done
         self._done = set()

@@ -64,7 +64,7 @@ class Adapters:
     def refusal(self, adapter: Adapter, rows: int) -> str:
         """Return why a pass of so many rows cannot use an adapter, alike on all ranks; "" if it can.
 
-        It has to be loaded, and its fingerprint to be that of the first check after it was loaded.
+        It has to be loaded. The first check after that notes its fingerprint, which has to be the same in later ones.
         """
         manager = self._manager
         loaded = None
