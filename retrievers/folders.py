@@ -32,7 +32,7 @@ class Problem:
     """A file or folder that gave no document, or not all of it, and the reason.
 
     kind  `incomplete`: its document lacks something; `unsupported`: not a kind of file that is read; `inaccessible`: it
-          cannot be opened, or a reader or splitter of the user's own failed, so an earlier reading of it stays;
+          cannot be opened, or the user's opener, reader or splitter failed, so an earlier reading of it stays;
           `unreadable`: its content was seen and gives no text, or cannot be split; `outside`: it leads out of the
           folder, or was replaced by something that may, and was not read
     """

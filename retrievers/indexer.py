@@ -119,7 +119,7 @@ def index_folder(
         chunk_tokens: most tokens of a chunk, or the embedding model's limit if that is less; at least 16.
         model: the answering model's tokens, if it is known: they limit a chunk too.
         follow_links: also read targets of links outside the folder; otherwise such a link is a problem.
-        opener: opens each folder and file, as with Python's `open`; a DocumentError of it is a problem.
+        opener: opens each folder and file, as with Python's `open`; a DocumentError of it makes them `inaccessible`.
         reader: reads files in place of the built-in readers, in this process and without limits; see `own_readers`.
         splitter: splits texts in place of the built-in splitter, as well.
 
@@ -373,8 +373,13 @@ class _Run:
         self.problems.append(Problem(doc_id, "incomplete", what))
 
     def _bytes_of(self, path: Path) -> bytes:
-        with open(path, "rb", opener=self.opener) as opened:
-            data = opened.read(LARGEST_FILE + 1)
+        try:
+            with open(path, "rb", opener=self.opener) as opened:
+                data = opened.read(LARGEST_FILE + 1)
+        except OutsideError:
+            raise
+        except DocumentError as error:  # of the user's opener
+            raise OwnReaderError(str(error)) from error
         if len(data) > LARGEST_FILE:
             raise DocumentError(too_large(path))
         return data
