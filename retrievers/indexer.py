@@ -23,7 +23,7 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
 
 from cachecraft_rag.checks import check_kind, check_mapping, check_text
-from cachecraft_rag.errors import ConfigError, DocumentError, IndexStoreError, MissingPackageError
+from cachecraft_rag.errors import DocumentError, IndexStoreError, MissingPackageError
 from cachecraft_rag.model.chunk_bound import ModelTokens
 from cachecraft_rag.retrievers.folders import (
     Opener,
@@ -360,10 +360,6 @@ class _Run:
         own_reader = self.own_readers.of(file.path)
         document = None if own_reader is None else read(own_reader, file.path, file.doc_id)
         if document is not None:
-            try:
-                encoded(document.metadata)
-            except ConfigError as error:  # the index cannot keep it
-                raise OwnReaderError(f"{file.doc_id}: {error}") from error
             return document
         return self.reader.read(
             file, data, left_out=lambda what: self._incomplete(file.doc_id, what)
