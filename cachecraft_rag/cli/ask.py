@@ -81,7 +81,7 @@ def load(settings: Settings, *, server: str | None = None, **chosen: object) -> 
     """Open a `CacheCraft` by the settings, with a spinner on stderr meanwhile; the caller closes it.
 
     From then on traces are sent if the environment names a collector (`trace_requests`). Without a server, progress
-    bars and warnings of other libraries are switched off for this process (`quiet_libraries`).
+    bars and some warnings of other libraries are switched off for this process (`quiet_libraries`).
 
     Args:
         server: address of a server that `cachecraft serve` started; its keys are those of `options.server_keys`. Of the
