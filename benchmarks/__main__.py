@@ -44,7 +44,7 @@ COMMANDS = {
     "rows": "What each recomputed row buys, in right answers, divergence and time",
     "same-answers": "The same answers and statistics as another checkout, on 200 requests",
     "scale": "Retrieval, look-up and planning as the number of chunks grows",
-    "serve": "Throughput and time to the first token under load",
+    "serve": "Throughput, and times to first tokens and whole answers, under load",
     "simulate": "Eviction policies and budgets, replayed over drawn or given traffic",
     "tokens": "Tokens to prefill and to decode in conversations with passages",
     "ttft": "Time to the first token: reuse against the model's own prefill, and other engines",

@@ -338,6 +338,7 @@ USES: tuple[Use, ...] = (
             "logprobs_mode",
             "max_logprobs",
             "model_impl",
+            "config_format",
             "supports_multimodal_inputs",
             "enable_prompt_embeds",
             "mrope_num_dims",

@@ -26,13 +26,14 @@ TIE = 0.02  # cosines this close are a tie; of 40 follow-ups it loses none, and 
 _QUESTIONS = 2
 # of them, from their end: an embedding model reads 256 tokens, and a pasted page would be all of these
 _LETTERS = 600
+_LONGEST_PART = 40  # letters of a word that may be left out because its beginning is cut off
 
 
 def search_texts(question: str, history: Sequence[Turn] = ()) -> tuple[str, ...]:
     """Return the texts to search for: the question, and for a follow-up also the questions before it and the question.
 
     Of the user's earlier turns (blank ones do not count) the last two are used, and of these the last 600 characters,
-    from a whole word on if they have a space.
+    from a whole word on if one begins within 40 characters.
 
     >>> search_texts("How often is it descaled?")
     ('How often is it descaled?',)
@@ -42,9 +43,11 @@ def search_texts(question: str, history: Sequence[Turn] = ()) -> tuple[str, ...]
     questions = [text.strip() for role, text in history if role == "user" and text.strip()]
     earlier = " ".join(questions[-_QUESTIONS:])
     if len(earlier) > _LETTERS:
-        end = earlier[-_LETTERS:]
-        # from the next whole word on; Chinese and Japanese have no spaces
-        earlier = end.partition(" ")[2] or end
+        earlier = earlier[-_LETTERS:]
+        # from the next whole word on; Chinese and Japanese have no spaces between words
+        part, _, rest = earlier.partition(" ")
+        if rest and len(part) < _LONGEST_PART:
+            earlier = rest
     return (question, f"{earlier} {question}") if earlier else (question,)
 
 

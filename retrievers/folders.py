@@ -33,7 +33,7 @@ class Problem:
 
     kind  `incomplete`: its document lacks something, or a splitter's chunks had to be cut; `unsupported`: not a kind of
           file that is read, a broken link, or two names that are written alike; `inaccessible`: it cannot be opened, a
-          package is missing, or a reader or splitter of the user's own failed, so an earlier reading of it stays;
+          package is missing, or the user's opener, reader or splitter failed, so an earlier reading of it stays;
           `unreadable`: its content was seen and gives no text, or cannot be split; `outside`: it leads out of the
           folder, or was replaced by something that may, and was not read
     """

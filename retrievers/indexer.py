@@ -23,7 +23,7 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
 
 from cachecraft_rag.checks import check_kind, check_mapping, check_text
-from cachecraft_rag.errors import ConfigError, DocumentError, IndexStoreError, MissingPackageError
+from cachecraft_rag.errors import DocumentError, IndexStoreError, MissingPackageError
 from cachecraft_rag.model.chunk_bound import ModelTokens
 from cachecraft_rag.retrievers.folders import (
     Opener,
@@ -120,7 +120,7 @@ def index_folder(
         chunk_tokens: most tokens of a chunk, or the embedding model's limit if that is less; at least 16.
         model: the answering model's tokens, if it is known: they limit a chunk too.
         follow_links: also read targets of links outside the folder; otherwise such a link is a problem.
-        opener: opens each folder and file, as with Python's `open`; a DocumentError of it is a problem.
+        opener: opens each folder and file, as with Python's `open`; a DocumentError of it makes them `inaccessible`.
         reader: reads files in place of the built-in readers, in this process and without limits; see `own_readers`.
         splitter: splits texts in place of the built-in splitter, as well.
 
@@ -361,10 +361,6 @@ class _Run:
         own_reader = self.own_readers.of(file.path)
         document = None if own_reader is None else read(own_reader, file.path, file.doc_id)
         if document is not None:
-            try:
-                encoded(document.metadata)
-            except ConfigError as error:  # the index cannot keep it
-                raise OwnReaderError(f"{file.doc_id}: {error}") from error
             return document
         return self.reader.read(
             file, data, left_out=lambda what: self._incomplete(file.doc_id, what)
@@ -374,8 +370,13 @@ class _Run:
         self.problems.append(Problem(doc_id, "incomplete", what))
 
     def _bytes_of(self, path: Path) -> bytes:
-        with open(path, "rb", opener=self.opener) as opened:
-            data = opened.read(LARGEST_FILE + 1)
+        try:
+            with open(path, "rb", opener=self.opener) as opened:
+                data = opened.read(LARGEST_FILE + 1)
+        except OutsideError:
+            raise
+        except DocumentError as error:  # of the user's opener
+            raise OwnReaderError(str(error)) from error
         if len(data) > LARGEST_FILE:
             raise DocumentError(too_large(path))
         return data

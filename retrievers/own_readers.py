@@ -14,9 +14,10 @@ from typing import Any
 from cachecraft_rag.checks import shown
 from cachecraft_rag.errors import ConfigError, DocumentError
 from cachecraft_rag.model.chunk_bound import ModelTokens
+from cachecraft_rag.retrievers.index.filters import encoded
 from cachecraft_rag.retrievers.reading.chunking import split
 from cachecraft_rag.retrievers.reading.documents import clean
-from cachecraft_rag.types.documents import Chunk, Document, Scalar
+from cachecraft_rag.types.documents import Chunk, Document, Metadata, Scalar
 
 _READING = ("load_data", "lazy_parse")
 _SPLITTING = ("split_text", "get_nodes_from_documents")
@@ -83,7 +84,7 @@ def read(reader: object, path: Path, doc_id: str) -> Document | None:
 
     Of several parts the texts are joined by blank lines, and only scalar metadata that all have alike is kept; `format`
     is "markdown" unless they say another. Raises OwnReaderError if it raises, or returns something other than texts or
-    documents; DocumentError for no text.
+    documents, or metadata that the index cannot keep; DocumentError for no text.
     """
     given = _called("reader", _read, reader, path, doc_id)
     if given is None:
@@ -96,6 +97,7 @@ def read(reader: object, path: Path, doc_id: str) -> Document | None:
     common = {
         key: first[key] for key in first if all(own.get(key) == first[key] for _, own in parts)
     }
+    _require_storable("reader", reader, common, doc_id)
     return Document(doc_id, text, {"format": "markdown", **common})
 
 
@@ -113,13 +115,15 @@ def split_by(
     out. Arguments and metadata are as those of `split`, with the splitter's own metadata; but `heading` is "", `page`
     is not added, and `start` and `end` are there only if a chunk's text is in the document as it is.
 
-    Raises OwnReaderError if the splitter raises, or returns something other than texts or documents.
+    Raises OwnReaderError if the splitter raises, or returns something other than texts or documents, or metadata that
+    the index cannot keep.
     """
     given = _called("splitter", _split, splitter, document, document.doc_id)
     chunks: list[Chunk] = []
     cut = 0
     at = 0
     for text, own in _parts("splitter", splitter, given, document.doc_id):
+        _require_storable("splitter", splitter, own, document.doc_id)
         text = clean(text)
         plain = Document(document.doc_id, text, {"format": "text"})
         pieces = split(plain, count_tokens=count_tokens, limit=limit, model=model)
@@ -208,6 +212,13 @@ def _parts(
         }
         parts.append((text, plain))
     return parts
+
+
+def _require_storable(name: str, part: object, metadata: Metadata, doc_id: str) -> None:
+    try:
+        encoded(metadata)
+    except ConfigError as error:  # the index cannot keep it
+        raise OwnReaderError(f"{doc_id}: the {name} {_name(part)}: {error}") from error
 
 
 def _name(part: object) -> str:

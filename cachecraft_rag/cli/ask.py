@@ -81,7 +81,7 @@ def load(settings: Settings, *, server: str | None = None, **chosen: object) -> 
     """Open a `CacheCraft` by the settings, with a spinner on stderr meanwhile; the caller closes it.
 
     From then on traces are sent if the environment names a collector (`trace_requests`). Without a server, progress
-    bars and warnings of other libraries are switched off for this process (`quiet_libraries`).
+    bars and some warnings of other libraries are switched off for this process (`quiet_libraries`).
 
     Args:
         server: address of a server that `cachecraft serve` started; its keys are those of `options.server_keys`. Of the
@@ -269,7 +269,7 @@ def opened_caches(store: Path) -> Iterator[ChunkCacheStore | None]:
 
 
 def print_index_report(report: IndexReport, primed: Primed) -> None:
-    """Print the report on stdout, and warnings on stderr: for files left out and chunks too long to prime."""
+    """Print the report on stdout, and warnings on stderr: for what was left out and chunks too long to prime."""
     out.print(
         f"{counted(len(report.added), 'document')} added, {len(report.updated)} updated, "
         f"{len(report.removed)} removed, {len(report.unchanged)} unchanged; "
@@ -280,7 +280,8 @@ def print_index_report(report: IndexReport, primed: Primed) -> None:
             f"{counted(primed.captured, 'chunk-cache')} computed (the instruction has one too)"
         )
     for problem in report.problems:
-        warn(f"left out {problem.reason}")
+        is_incomplete = problem.kind == "incomplete"  # its document is in the index
+        warn(problem.reason if is_incomplete else f"left out {problem.reason}")
     if not any((report.added, report.updated, report.removed, report.unchanged)):
         warn(f"nothing was found to index; files end in {', '.join(SUFFIXES)}")
     for sentence in primed.not_primed:

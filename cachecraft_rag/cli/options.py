@@ -337,13 +337,14 @@ def set_threads(threads: int | None) -> None:
 
 
 def quiet_libraries() -> None:
-    """Switch off the progress bars and warnings of huggingface_hub, transformers and pypdf for this process."""
-    import huggingface_hub.utils.logging
+    """Switch off progress bars of huggingface_hub and transformers, and warnings of transformers and pypdf.
+
+    For this process. Warnings of huggingface_hub stay: without them a hub that is asked again seems to hang.
+    """
     import transformers.utils.logging
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
     disable_progress_bars()
-    huggingface_hub.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     transformers.utils.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     logging.getLogger("pypdf").setLevel(logging.CRITICAL)

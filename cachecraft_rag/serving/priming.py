@@ -89,7 +89,10 @@ class DocumentPrimer(Protocol):
         """Return variant id → number of tokens, for the variants that `prime` would capture now."""
 
     def fits(self, chunk: Chunk) -> bool:
-        """Return True if a pass has room for the instruction and the chunk; `prime` and `missing` raise for others."""
+        """Return True if a pass has room for the instruction and the chunk; `prime` and `missing` raise for others.
+
+        May raise ContextLengthError if the instruction alone fills a pass.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,6 +258,8 @@ class Primer:
         is to be captured out of context.
         """
         segments = list(dict.fromkeys(self.engine.prompts.chunk_segment(chunk) for chunk in chunks))
+        if not segments:
+            return
         room = self._room(segments)
         if self._alone:
             for segment in segments:
@@ -262,8 +267,6 @@ class Primer:
             return
         if len(segments) == 1:
             yield from self._single_chunk_window(chunks[0], segments[0])
-            return
-        if not segments:
             return
 
         window: list[Segment] = []

@@ -31,7 +31,6 @@ from cachecraft_rag.types.variants import Variant, VariantKey
 
 logger = logging.getLogger("cachecraft_rag.store")
 T = TypeVar("T")
-_WITHHELD = (CaptureDrop.REMOVED, CaptureDrop.FOLDER_GONE, CaptureDrop.CATALOG_ERROR)
 
 
 class BackgroundWriter:
@@ -79,8 +78,8 @@ class BackgroundWriter:
         """Queue a capture; return a future of the stored variant, or of the reason why the capture is dropped.
 
         Main memory holds the tensor at once, if it fits there; a capture that is dropped leaves memory too. A shared
-        capture that was queued and encoded is also sent to the remote, even if it cannot be stored here, unless a chunk
-        was removed, or the catalog or folder fails, so that this is not known.
+        capture that was queued and encoded is also sent to the remote, even if it cannot be stored here (say, because
+        the disk is full), unless the catalog says that a chunk was removed, or cannot be read.
 
         A drop is counted and logged; `CaptureDrop` lists the reasons. For a wrong `kv`, raises what `variant_of` does.
         """
@@ -255,12 +254,20 @@ class BackgroundWriter:
                 self._mark(capture.key, capture.mark)
             with self._lock:
                 self._captures["stored"] += 1
-        # Shared captures are sent to the remote even if the disk has no room for them, but not if their chunk was
-        # removed, or if nobody knows whether it was.
-        is_withheld = refused is not None and refused.code in _WITHHELD
-        if self._remote is not None and capture.session is None and not is_withheld:
-            self._remote.put(variant, encoded, capture.token_scores)
+        # Shared captures are sent to the remote even if the disk has no room for them.
+        if self._remote is not None and capture.session is None:
+            is_withheld = refused is not None and self._may_be_removed(variant, capture.sources)
+            if not is_withheld:
+                self._remote.put(variant, encoded, capture.token_scores)
         return refused or variant
+
+    def _may_be_removed(self, variant: Variant, sources: Sequence[Variant]) -> bool:
+        """Return True if a chunk that the variant holds, or was shaped by, was removed, or if this is unknown."""
+        try:
+            return self._durable.gone() or self._durable.catalog.refuses(variant, sources)
+        except StoreError as error:
+            self._warn_once("removals", f"A chunk-cache is not sent to the remote: {error}")
+            return True
 
     def _mark(self, key: VariantKey, mark: tuple[int, int]) -> None:
         try:

@@ -64,6 +64,7 @@ class ModelConfig(Protocol):
     dtype: object
     max_model_len: int
     model_impl: str
+    config_format: str
     disable_sliding_window: bool
     logprobs_mode: str
     max_logprobs: int
@@ -254,7 +255,7 @@ class VLLMOptions:
     def from_config(cls, config: VLLMConfig) -> Self:
         """Read the options from the `VllmConfig` of a running vLLM.
 
-        `shaping` stays (), because the front end has put those options into the fingerprint; `config_format` is "auto".
+        `shaping` stays (), because the front end has put those options into the fingerprint.
         """
         parallel = config.parallel_config
         offload = config.offload_config
@@ -267,6 +268,7 @@ class VLLMOptions:
             enable_expert_parallel=bool(parallel.enable_expert_parallel),
             disable_sliding_window=bool(config.model_config.disable_sliding_window),
             model_impl=str(config.model_config.model_impl),
+            config_format=str(config.model_config.config_format),
             drafting=_method_of(config.speculative_config),
             keeps_latents=config.model_config.use_mla,
             max_model_len=int(config.model_config.max_model_len),

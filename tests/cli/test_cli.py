@@ -18,12 +18,14 @@ from typing import Any
 import pytest
 
 from cachecraft_rag.cli.app import COMMANDS, LazyCommands
-from cachecraft_rag.cli.ask import load, outcome_of, print_stream
+from cachecraft_rag.cli.ask import Primed, load, outcome_of, print_index_report, print_stream
 from cachecraft_rag.engine.settings import load_settings
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.observability.stats import ChunkStats
 from cachecraft_rag.planning.reasons import Reason
 from cachecraft_rag.rag import CacheCraft
+from cachecraft_rag.retrievers.folders import Problem
+from cachecraft_rag.retrievers.indexer import IndexReport
 
 COMMAND = str(Path(sys.executable).with_name("cachecraft"))
 QUESTION = "How many days do I have to return an appliance?"
@@ -398,6 +400,22 @@ def test_index_says_what_it_left_out_and_when_it_found_nothing(
     assert "nothing was found" not in done.stderr
     assert "1 document added" in done.stdout
     assert "1 chunk embedded" in done.stdout
+
+
+def test_a_file_that_lacks_something_is_not_called_left_out(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    problems = (
+        Problem("docs/hidden.docx", "incomplete", "docs/hidden.docx: was read without hidden text"),
+        Problem("docs/logo.png", "unsupported", "docs/logo.png: not a kind of file"),
+    )
+    print_index_report(
+        IndexReport(("docs/hidden.docx",), (), (), (), 1, 0, (), problems, 0.1), Primed()
+    )
+    assert capsys.readouterr().err.splitlines() == [
+        "docs/hidden.docx: was read without hidden text",
+        "left out docs/logo.png: not a kind of file",
+    ]
 
 
 def test_an_unchanged_folder_is_left_alone(home: Path, cachecraft: Command) -> None:

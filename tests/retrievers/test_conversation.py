@@ -93,6 +93,8 @@ def test_search_texts_leave_answers_out_and_bound_what_was_pasted() -> None:
 def test_a_long_question_without_spaces_stays_in_the_search() -> None:
     pasted: list[Turn] = [("user", "水壶" * 400), ("assistant", "每周。")]
     assert search_texts("多久?", pasted) == ("多久?", f"{'水壶' * 300} 多久?")
+    pasted += [("user", "多大?"), ("assistant", "两升。")]
+    assert search_texts("多久?", pasted) == ("多久?", f"{'水壶' * 298} 多大? 多久?")
 
 
 def test_a_first_question_costs_nothing(embedder: Embedder, handbook_index: Retriever) -> None:

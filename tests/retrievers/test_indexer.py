@@ -10,6 +10,7 @@ import pytest
 from cachecraft_rag.errors import ConfigError, DocumentError, IndexStoreError
 from cachecraft_rag.model.chunk_bound import ModelTokens
 from cachecraft_rag.retrievers.embeddings import Embedder
+from cachecraft_rag.retrievers.folders import Problem
 from cachecraft_rag.retrievers.index.faiss_store import FaissStore
 from cachecraft_rag.retrievers.indexer import IndexReport, index_documents, index_folder
 from cachecraft_rag.types.documents import Chunk, Document
@@ -340,19 +341,30 @@ def test_a_single_file_that_was_emptied_loses_its_chunks(
     assert doc_ids(store) == ["docs/more/grinder.txt", "docs/toaster.md"]
 
 
-def test_a_folder_that_an_opener_refuses_keeps_its_chunks(
-    folder: Path, store: FaissStore, embedder: Embedder
+@pytest.mark.parametrize(
+    "name",
+    [
+        "kettle.md",
+        pytest.param(
+            "more",
+            marks=pytest.mark.skipif(
+                os.listdir not in os.supports_fd,
+                reason="openers open no folders here, as on Windows",
+            ),
+        ),
+    ],
+)
+def test_what_an_opener_refuses_keeps_its_chunks(
+    name: str, folder: Path, store: FaissStore, embedder: Embedder
 ):
-    def refuse_more(path: str, flags: int) -> int:
-        if path.endswith("more"):
-            raise DocumentError("more: not now")
+    def refuse(path: str, flags: int) -> int:
+        if path.endswith(name):
+            raise DocumentError(f"{name}: not now")
         return os.open(path, flags)
 
     index_folder(folder, store, embedder)
-    report = index_folder(folder, store, embedder, opener=refuse_more)
-    assert [(problem.doc_id, problem.kind) for problem in report.problems] == [
-        ("docs/more", "inaccessible")
-    ]
+    report = index_folder(folder, store, embedder, opener=refuse)
+    assert report.problems == (Problem(f"docs/{name}", "inaccessible", f"{name}: not now"),)
     assert report.removed == ()
 
 

@@ -129,6 +129,28 @@ def test_metadata_that_the_index_cannot_keep_is_a_problem_of_its_document(
     assert texts(store, "docs/kettle.md")
 
 
+def test_a_splitters_metadata_that_the_index_cannot_keep_is_a_problem_of_its_document(
+    folder: Path, store: FaissStore, embedder: Any
+) -> None:
+    def split_lines(text: str) -> list[LangChainDocument]:
+        size = 10**5000 if text.startswith("12:01") else 1
+        return [
+            LangChainDocument(line, metadata={"size": size}) for line in text.splitlines() if line
+        ]
+
+    index_folder(folder, store, embedder, reader={".log": Path.read_text})
+    before = texts(store)
+    report = index_folder(
+        folder, store, embedder, reader={".log": Path.read_text}, splitter=split_lines
+    )
+    assert [(problem.doc_id, problem.kind) for problem in report.problems] == [
+        ("docs/kettle.LOG", "inaccessible")
+    ]
+    assert "a number that is too long" in report.problems[0].reason
+    assert texts(store) == before
+    assert texts(store, "docs/kettle.md") == ["# Kettle", "It holds two litres."]
+
+
 @pytest.mark.parametrize(
     ("splitter", "expected"),
     [

@@ -142,6 +142,8 @@ def test_an_instruction_that_fills_a_pass_is_named(engine: Engine) -> None:
     for ask in (lambda: one.fits(DOCUMENT[0]), lambda: one.prime(DOCUMENT)):
         with pytest.raises(ContextLengthError, match=r"the instruction of .* shorten it"):
             ask()
+    assert one.prime([]) == 0
+    assert one.missing([]) == {}
 
 
 def test_a_pass_leaves_room_for_the_question_and_the_answer_of_a_request_to_vllm(

@@ -56,6 +56,7 @@ def vllm_config(hf: Any = None, **changed: Any) -> Any:
             "use_mla": False,
             "disable_sliding_window": False,
             "model_impl": "auto",
+            "config_format": "auto",
             "max_model_len": 4096,
         },
         "parallel": {
@@ -625,6 +626,25 @@ def test_a_checkpoint_that_vllm_reads_in_mistrals_format_is_refused_before_vllm_
     as_mistrals = VLLMOptions.from_arguments(["--config-format", "mistral"])
     with pytest.raises(UnsupportedModelError, match="--config-format hf"):
         VLLMModel.load(str(folder), options=as_mistrals)
+
+
+@pytest.mark.parametrize("has_both", [True, False])
+def test_the_format_that_vllm_serve_was_given_decides_over_the_files(
+    has_both: bool, byte_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    folder = save_checkpoint("Mistral Small 3, multimodal", tmp_path / "model", byte_tokenizer)
+    if has_both:
+        (folder / "params.json").write_text("{}")
+        (folder / "consolidated.safetensors").touch()
+
+    def load(config_format: str) -> None:
+        running = vllm_config(model__config_format=config_format)
+        running.load_config = SimpleNamespace()
+        VLLMModel.load(str(folder), options=VLLMOptions.of_running(running))
+
+    load("hf")
+    with pytest.raises(UnsupportedModelError, match="--config-format hf"):
+        load("mistral")
 
 
 def test_a_store_is_not_shared_between_quantisations(model_folder: Callable[[str], Path]) -> None:

@@ -394,6 +394,16 @@ def test_without_vllm_the_missing_package_is_named(
         require()
 
 
+def test_a_vllm_that_cannot_be_imported_is_named_with_the_cause(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "vllm.py").write_text("raise ImportError('libcudart.so.13 is missing')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "vllm", raising=False)
+    with pytest.raises(MissingPackageError, match=r"imported here \(libcudart.so.13 is missing\)"):
+        require_vllm()
+
+
 def test_the_plugin_registers_nothing_in_an_unknown_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM lets a plugin's exception end the server, plain `vllm serve` too."""
     registered = []

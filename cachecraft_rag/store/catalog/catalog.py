@@ -329,6 +329,11 @@ class Catalog:
 
     # -- writing ------------------------------------------------------------------------------------------------------
 
+    def refuses(self, variant: Variant, sources: Sequence[Variant] = ()) -> bool:
+        """Return True if `commit` would refuse this variant: a chunk was removed on purpose, or a source has left."""
+        with self._db.reading() as connection:
+            return removals.accepted_shaping(connection, variant.key, sources) is None
+
     def reserve(
         self, variant: Variant, *, file_bytes: int, writer: str, limits: Limits
     ) -> list[FileRef] | None:
@@ -379,11 +384,8 @@ class Catalog:
         """
         key = variant.key
         with self._db.writing() as connection:
-            shaping = removals.shaping_of(connection, key, sources)
+            shaping = removals.accepted_shaping(connection, key, sources)
             if shaping is None:
-                return None
-            held = (key.chunk_id, *key.origin_prefix, *shaping)
-            if removals.removed_among(connection, held, key.namespace):
                 return None
             scope = _scope_of(connection, variant)
             beside = self._order.beside(connection, scope, key.chunk_id, variant.variant_id)

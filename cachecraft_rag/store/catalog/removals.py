@@ -107,6 +107,17 @@ def shaping_of(
     return frozenset((ANY,)) if is_many else frozenset(shaping)
 
 
+def accepted_shaping(
+    connection: sqlite3.Connection, key: VariantKey, sources: Iterable[Variant]
+) -> frozenset[str] | None:
+    """Return what `shaping_of` does, or None too if the chunk, one before it or one of these was removed."""
+    shaping = shaping_of(connection, key, sources)
+    if shaping is None:
+        return None
+    held = (key.chunk_id, *key.origin_prefix, *shaping)
+    return None if removed_among(connection, held, key.namespace) else shaping
+
+
 def note_shaping(connection: sqlite3.Connection, variant_id: str, shaping: Collection[str]) -> None:
     """Note the chunks that have shaped a variant, in place of earlier ones; does nothing without any."""
     if shaping:

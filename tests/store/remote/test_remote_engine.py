@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import redis
@@ -21,6 +24,7 @@ from cachecraft_rag.planning.config import Loading, ReuseConfig, ReuseMethod
 from cachecraft_rag.serving.generation import Generation
 from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store import ChunkCacheStore, StoreConfig
+from cachecraft_rag.store.catalog.schema import DiskFullError
 from cachecraft_rag.store.codecs import CODECS
 from cachecraft_rag.store.layout import StoredVariant
 from cachecraft_rag.store.loading.pending import Extent, PendingLoads
@@ -506,6 +510,48 @@ def test_a_capture_too_large_for_the_disk_is_still_sent(tmp_path: Path) -> None:
         assert isinstance(again, LoadedVariant)
         assert again.tier == "host"  # memory keeps it although the disk does not
         assert other.stats().variants == 0
+
+
+@pytest.mark.parametrize(
+    ("method", "error", "reason"),
+    [
+        ("catalog.catalog.Catalog.reserve", DiskFullError("no room"), "catalog_error"),
+        ("files.disk.DiskTier.write", OSError(errno.ENOSPC, "no room"), "disk_full"),
+        ("files.disk.DiskTier.write", PermissionError("not yours"), "file_error"),
+    ],
+)
+def test_a_capture_that_the_disk_refuses_is_sent_unless_its_chunk_was_removed(
+    method: str, error: Exception, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "shared").mkdir()
+    url = f"file://{tmp_path}/shared"
+    chunks = ["kept", "removed", "after it"]
+    with open_store(tmp_path / "a", url) as store:
+        store.remove_chunks(["removed"])
+        monkeypatch.setattr(f"cachecraft_rag.store.{method}", Mock(side_effect=error))
+        for one in (*map(capture, chunks[:2]), capture(chunks[2], ("system", "removed"))):
+            refused = store.put(one).result()
+            assert isinstance(refused, Unavailable)
+            assert refused.code == reason
+        assert store.flush(10)
+    monkeypatch.undo()
+    with open_store(tmp_path / "b", url) as other:
+        variants = other.find("ns", "model", chunks).variants
+    assert {chunk for chunk in chunks if variants[chunk]} == {"kept"}
+
+
+def test_a_capture_that_finds_a_full_disk_is_sent_unless_its_chunk_was_removed(
+    url: str, full_disk: Callable[[], AbstractContextManager[None]], tmp_path: Path
+) -> None:
+    with open_store(tmp_path / "a", url) as store:
+        store.remove_chunks(["removed"])
+        with full_disk():
+            for chunk in ("kept", "removed"):
+                assert isinstance(store.put(capture(chunk)).result(), Unavailable)
+            assert store.flush(10)
+    with open_store(tmp_path / "b", url) as other:
+        variants = other.find("ns", "model", ["kept", "removed"]).variants
+    assert {chunk for chunk in variants if variants[chunk]} == {"kept"}
 
 
 def test_many_threads_fetch_the_same_variant_once_to_disk(tmp_path: Path) -> None:
