@@ -131,8 +131,8 @@ class AnswerEngine(ABC):
     def close(self) -> None:
         """Store the captures of answers that have ended, and release what this engine opened.
 
-        A second call does nothing. Answers under way are not waited for. Captures that cannot be stored are logged and
-        dropped.
+        A second call does nothing. Answers under way go on without captures if the model is in this process, and fail
+        otherwise. Captures that cannot be stored are logged and dropped.
         """
 
     def __enter__(self) -> Self:

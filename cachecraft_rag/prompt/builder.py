@@ -251,7 +251,10 @@ class PromptBuilder:
         return segment
 
     def text_ids(self, text: str) -> list[int]:
-        """Return the token ids of a user's or a document's text, nothing added, no control tokens; [] for ""."""
+        """Return the token ids of a user's or a document's text alone, without control tokens; [] for "".
+
+        In a prompt, where a line end precedes it and a word follows, those at its ends may differ.
+        """
         return list(self._encode(text, special=False))
 
     def build(

@@ -92,7 +92,10 @@ def cached_report(
 
 
 def reused_tokens(prompt: Prompt, report: FillReport, *, counted_from: int = 0) -> int:
-    """Return how many tokens from position `counted_from` on were reused, unchanged; 0 without reported segments."""
+    """Return how many tokens from position `counted_from` on were reused, unchanged; 0 without reported segments.
+
+    If that position is inside a segment, as many of its unchanged tokens as possible count as after it.
+    """
     progress = RequestProgress()
     progress.reported(report)
     return unchanged_tokens(prompt, progress.segment_reports(), counted_from=counted_from)
