@@ -166,9 +166,9 @@ def index_documents(
     """Add documents that are in memory to the index, or update them; none is removed. Their doc_ids are used unchanged.
 
     Of several documents with the same doc_id the last one stays. A document without text is added without chunks; one
-    that cannot be split, or whose splitter fails, is `unreadable` in the report, and its chunks of before stay. Documents
-    that were written before an error stay; those that waited to be embedded together are lost. The other arguments are
-    as in `index_folder`, but `progress` counts documents.
+    that cannot be split, or whose splitter fails, is `unreadable` in the report, and its chunks of before stay.
+    Documents that were written before an error stay; those that waited to be embedded together are lost. The other
+    arguments are as in `index_folder`, but `progress` counts documents.
 
     Raises ConfigError for an item that is no `Document` that the index can keep, before anything is written;
     DocumentError if a doc_id belongs to an indexed file; and IndexStoreError if the index was made with another

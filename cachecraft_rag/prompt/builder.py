@@ -251,10 +251,7 @@ class PromptBuilder:
         return segment
 
     def text_ids(self, text: str) -> list[int]:
-        """Return the token ids of a user's or a document's text alone, without control tokens; [] for "".
-
-        In a prompt, where a line end precedes it and a word follows, those at its ends may differ.
-        """
+        """Return a text's ids, tokenised alone and without control tokens; in a prompt those at its ends may differ."""
         return list(self._encode(text, special=False))
 
     def build(
