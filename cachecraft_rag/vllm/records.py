@@ -92,7 +92,7 @@ def cached_report(
 
 
 def reused_tokens(prompt: Prompt, report: FillReport, *, counted_from: int = 0) -> int:
-    """Return how many reused tokens are unchanged from position `counted_from` on (inside a segment: at most); maybe 0."""
+    """Return how many reused tokens are unchanged from position `counted_from` on; inside a segment at most."""
     progress = RequestProgress()
     progress.reported(report)
     return unchanged_tokens(prompt, progress.segment_reports(), counted_from=counted_from)
