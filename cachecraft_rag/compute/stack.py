@@ -195,9 +195,9 @@ class Stack(Protocol):
         """For each layer, the number of its rotary table: layers with equal numbers rotate alike."""
 
     def rope(self, positions: Tensor, kind: int = 0) -> tuple[Tensor, Tensor]:
-        """Return cos and sin of one of `rotary_kinds` at int64 `[rows]`, each `[rows, rotary_dim]`.
+        """Return cos and sin of one of `rotary_kinds`, each `[rows, rotary_dim]`, at int64 `[rows]` on the stack's device.
 
-        They are in the stack's dtype, on its device. The table of layers that do not rotate has a rotary_dim of 0.
+        They are in the stack's dtype, on that device. The table of layers that do not rotate has a rotary_dim of 0.
         """
 
     def layer(

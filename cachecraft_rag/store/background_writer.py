@@ -164,7 +164,7 @@ class BackgroundWriter:
 
         At the interpreter's exit the thread accepts no more jobs: then the job runs in the caller's thread, and its
         exception passes. Otherwise an exception is logged, and the future holds it. `ended` gets the future once it is
-        done or cancelled; it is not called for a job that is dropped.
+        done or cancelled; it is not called for a job that is dropped, or whose exception passes.
         """
 
         def has_ended(future: Future[T]) -> None:

@@ -164,8 +164,9 @@ class Scored(Protocol):
 class LowestScored:
     """The item of a dictionary with the lowest score, from a heap that may hold outdated entries.
 
-    Only the dictionary must be right. The heap is a hint and is rebuilt if it lacks an item, so an interrupt at any
-    line does no harm. Rejected: a scan for the minimum, which would hold the GIL for a millisecond per 10,000 items.
+    A missing entry only delays its item: the heap is rebuilt once it has no valid entry, or too many outdated ones. So
+    an interrupt at any line costs order, nothing else. Rejected: a scan for the minimum, which would hold the GIL for a
+    millisecond per 10,000 items.
     """
 
     def __init__(self, items: Mapping[str, Scored]) -> None:
@@ -181,7 +182,10 @@ class LowestScored:
             self._rebuild()
 
     def name(self) -> str | None:
-        """Return the name of the item with the lowest score, of equal ones the lowest `order`; None without items."""
+        """Return the name of the item with the lowest score, of equal ones the lowest `order`; None without items.
+
+        An item that was added, or whose score changed, may be passed over until `push`.
+        """
         while True:
             while self._heap:
                 score, order, name = self._heap[0]

@@ -114,6 +114,7 @@ class Filling:
     def go_on(self) -> None:
         """Take every step that is ready, up to the next layer or to the end of the prefill. Never waits for loads.
 
+        Does nothing while `row_pass` is set: run its layer between `begin_layer` and `end_layer`, which goes on itself.
         Afterwards `row_pass` is the next layer's pass, or `result` is set, or both are None because loads are late.
         Tokens of a chunk-cache that cannot be loaded are computed.
         """
