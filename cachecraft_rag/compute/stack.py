@@ -195,7 +195,7 @@ class Stack(Protocol):
         """For each layer, the number of its rotary table: layers with equal numbers rotate alike."""
 
     def rope(self, positions: Tensor, kind: int = 0) -> tuple[Tensor, Tensor]:
-        """Return cos and sin of one of `rotary_kinds`, each `[rows, rotary_dim]`, at int64 `[rows]` on the stack's device.
+        """Return cos and sin of one of `rotary_kinds`, `[rows, rotary_dim]`, at int64 `[rows]` on the stack's device.
 
         They are in the stack's dtype, on that device. The table of layers that do not rotate has a rotary_dim of 0.
         """
