@@ -40,7 +40,8 @@ def shown(value: object) -> str:
         text = repr(value)
     except (ValueError, RecursionError):
         text = f"a {type(value).__name__}"
-    text = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
+    beginning = text[: _SHOWN + 1]  # the text may have millions of characters
+    text = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in beginning)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
 
 
